@@ -1,17 +1,20 @@
-"""The steps of an inference request that all routes and gRPC share: receive, check, parse, decode, predict, encode."""
+"""The steps of an inference request that all routes and gRPC share: authorize, decode images, predict, and encode large outputs.
+
+Each route receives and parses its body between them: see `PredictRoute.answer`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import CoroutineType
 from typing import TypeVar
 from urllib.parse import quote
 
 import torch
+from starlette.types import Receive
 from torch import Tensor
 
 from multiworld_serving.common.config.process import release_free_memory
@@ -30,8 +33,8 @@ from multiworld_serving.server.frontend.api.oip.metadata import Signature
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.http.open_request import OpenRequest, RequestGate
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+from multiworld_serving.server.frontend.observability.requests import RequestRecord
 
-B = TypeVar("B")
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 16
@@ -98,55 +101,37 @@ class Inference:
         self.threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)
         self.large_images = large_images or large_image_thread(limits)
 
-    async def answer(
-        self,
-        opened: OpenRequest,
-        receive: Callable[[], Awaitable[B]],
-        parse: Callable[[B], InferRequest],
-        encode: Callable[[Prediction, InferRequest], T | Coroutine[None, None, T]],
-        is_quick: Callable[[B], bool] = lambda _: False,
-    ) -> T:
-        """Receive and answer a request.
-
-        Args:
-            receive: returns the body.
-            parse: parses the body on a thread. The body is freed before the prediction.
-            encode: serializes the prediction for the request, which is given without its rows. If the prediction is large, it runs on
-                a thread. May return a coroutine, which is awaited on the event loop.
-            is_quick: whether parsing a body takes less than a thread costs.
-        Raises:
-            RequestRejected: the request is invalid, or at least one sample was rejected, and so the whole request is.
-        """
-        record, model = opened.record, self.signature.model.name
+    def open(
+        self, record: RequestRecord, receive: Receive | None = None, timeout_s: float | None = None
+    ) -> OpenRequest:
+        """A request for this model; see `OpenRequest`. Raises ForbiddenError unless its key permits the model."""
+        model = self.signature.model.name
         if record.key_models is not None and model not in record.key_models:
             raise ForbiddenError(f"this key does not permit inference with the model {model!r}; use another key")
-        async with opened:
-            body = await receive()
-            await opened.admit()
-            asked = parse(body) if is_quick(body) else await self.threads.run(partial(parse, body))
-            del body
-            record.adopt_client_id(asked.id or "")
-            if asked.timeout_s is not None:
-                opened.shorten(asked.timeout_s)
-            rows, asked.rows = await self._decoded(opened, asked.rows), ()
-            opened.release()
-            record.input_s, opened.predicts = time.monotonic() - record.received_s, True
-            prediction = await self.gate.pipeline.predict(
-                rows, key=asked.key, deadline_s=opened.deadline_s, request_id=record.request_id
+        return OpenRequest(self.gate, record, receive, timeout_s)
+
+    async def predict(self, opened: OpenRequest, asked: InferRequest) -> Prediction:
+        """Decode the images of a request, and have the leaders compute its rows, which are removed from `asked`.
+
+        Raises:
+            RequestRejected: an image is invalid, or at least one sample was rejected, and so the whole request is.
+        """
+        record = opened.record
+        record.adopt_client_id(asked.id or "")
+        if asked.timeout_s is not None:
+            opened.shorten(asked.timeout_s)
+        rows, asked.rows = await self._decoded(opened, asked.rows), ()
+        opened.release()
+        record.input_s, opened.predicts = time.monotonic() - record.received_s, True
+        prediction = await self.gate.pipeline.predict(
+            rows, key=asked.key, deadline_s=opened.deadline_s, request_id=record.request_id
+        )
+        if asked.version not in (None, prediction.version_number):
+            raise UnknownModelError(
+                f"version {asked.version} was replaced by {prediction.version_number} while the request was in flight"
             )
-            del rows
-            if asked.version not in (None, prediction.version_number):
-                raise UnknownModelError(
-                    f"version {asked.version} was replaced by {prediction.version_number} while the request was in flight"
-                )
-            predicted_s = time.monotonic()
-            record.version = prediction.version
-            is_large = prediction.output.nbytes > _LARGE_BYTES
-            found = await asyncio.to_thread(encode, prediction, asked) if is_large else encode(prediction, asked)
-            is_coroutine = type(found) is CoroutineType  # isinstance with the abstract class takes 0.4 µs
-            encoded: T = await found if is_coroutine else found  # type: ignore[misc, assignment]
-            record.prediction, record.output_s = prediction, time.monotonic() - predicted_s
-            return encoded
+        record.version, record.prediction, record.predicted_s = prediction.version, prediction, time.monotonic()
+        return prediction
 
     async def _decoded(self, opened: OpenRequest, rows: Tensor | Sequence[bytes]) -> Tensor:
         """The rows. A request decodes one image at a time, so that others wait for one image and not for a batch."""
@@ -185,6 +170,11 @@ class Inference:
 def large_image_thread(limits: RequestLimits) -> DaemonThreads:
     """The thread for the large images of a process: together, they would need gigabytes, and the other images would wait for them."""
     return DaemonThreads(1, "decode-large", max_waiting=limits.max_waiting_decodes)
+
+
+async def encoded(prediction: Prediction, encode: Callable[[], T]) -> T:
+    """What `encode` returns. Runs it on a thread if the prediction is large."""
+    return await asyncio.to_thread(encode) if prediction.output.nbytes > _LARGE_BYTES else encode()
 
 
 def output_tensors(prediction: Prediction, model: ServedModel) -> tuple[Tensor, ...]:

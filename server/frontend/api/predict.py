@@ -18,7 +18,6 @@ from multiworld_serving.common.service.predictor import Prediction, ServedModel
 from multiworld_serving.server.frontend.api.form import FIELD, extract_image
 from multiworld_serving.server.frontend.api.images import LargeImageError, decodes_quickly
 from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, prediction_headers
-from multiworld_serving.server.frontend.http.open_request import OpenRequest
 from multiworld_serving.server.frontend.http.route import Endpoint, client_timeout_s, query_parameters
 from multiworld_serving.server.frontend.observability.requests import RequestRecord
 
@@ -50,17 +49,18 @@ class PredictRoute:
     async def answer(self, request: Request) -> Response:
         """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
         content_type, inference, top_k = _supported_content_type(request), self.inference, self._top_k(request)
-        opened = OpenRequest(
-            inference.gate, RequestRecord.of(request.scope), request.receive, client_timeout_s(request)
-        )
-
-        def parse(body: bytes) -> InferRequest:
-            return InferRequest(self._decode(body, content_type))
-
-        def encode(prediction: Prediction, _: InferRequest) -> Response:
-            return self._response(prediction, opened.record, top_k)
-
-        return await inference.answer(opened, partial(opened.body, request.headers), parse, encode, decodes_quickly)
+        record = RequestRecord.of(request.scope)
+        async with inference.open(record, request.receive, client_timeout_s(request)) as opened:
+            body = await opened.body(request.headers)
+            await opened.admit()
+            if decodes_quickly(body):
+                rows = self._decode(body, content_type)
+            else:
+                rows = await inference.threads.run(partial(self._decode, body, content_type))
+            asked = InferRequest(rows)
+            del body, rows
+            prediction = await inference.predict(opened, asked)
+            return self._response(prediction, record, top_k)
 
     def _top_k(self, request: Request) -> int:
         """The number of classes in the response. Raises InvalidParameterError."""

@@ -118,6 +118,8 @@ class OpenRequest:
         if self._watch is not None:
             self._watch.cancel()
         self.release()
+        if self.record.predicted_s:
+            self.record.output_s = time.monotonic() - self.record.predicted_s
         if self._admitted:
             self._gate.pipeline.end()
         ended = self._ended
@@ -125,10 +127,10 @@ class OpenRequest:
             raise ended from error
 
     async def admit(self) -> None:
-        """See `LeaderPool.admit`."""
-        if not self._admitted:
-            await self._gate.pipeline.admit(self.deadline_s)
-            self._admitted = True
+        """The body is complete: watch the client from now on, and wait until a leader can be used. See `LeaderPool.admit`."""
+        self.record.received_s = time.monotonic()
+        await self._gate.pipeline.admit(self.deadline_s)
+        self._admitted = True
 
     async def body(self, headers: Headers, *, allow_empty: bool = False) -> bytes:
         """Receive the whole body. Its bytes count as held until `release`.
@@ -157,12 +159,7 @@ class OpenRequest:
             more = message.get("more_body", False)
         if not body.tell() and not allow_empty:
             raise InvalidBodyError("the body is empty; send an image file, or what the handler takes, in it")
-        self.received()
         return body.getvalue()  # no copy
-
-    def received(self) -> None:
-        """The body is complete. Watches the client from now on."""
-        self.record.received_s = time.monotonic()
 
     def hold(self, more_bytes: int) -> None:
         """Count further bytes as held until `release`, such as those of a decompressed body.

@@ -61,6 +61,8 @@ class RequestRecord:
     prediction: Prediction | None = None
     input_s: float = 0.0
     """Seconds to parse and decode the input."""
+    predicted_s: float = 0.0
+    """When the leaders had computed it, by `time.monotonic()`."""
     output_s: float = 0.0
     """Seconds to serialize the response."""
     reason: str = "ok"

@@ -71,7 +71,7 @@ def test_outputs_are_raw_in_the_order_asked_for() -> None:
     outputs = (torch.tensor([3.5]), torch.tensor([[1, 2, 3]]).bfloat16(), torch.tensor([[7, 8, 9]]))
     prediction = Prediction(TEXT.output_rows.pack(outputs), "text", "v1", 0, 0, 0, 1, ("w",))
     asked = parsed(infer(*TYPED, model_name="text", id="mine", outputs=[wanted("ids"), wanted("halves")]))
-    data = infer_message(prediction, asked, signature=SIGNATURES["text"])
+    data = infer_message(prediction, asked, SIGNATURES["text"])
     found = pb.ModelInferResponse.FromString(data)
     assert (found.model_name, found.model_version, found.id) == ("text", "1", "mine")
     described = [(each.name, each.datatype, list(each.shape)) for each in found.outputs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from multiworld_serving.server.frontend.api.inference import (
     output_tensors,
     prediction_headers,
 )
-from multiworld_serving.server.frontend.http.open_request import OpenRequest
 from multiworld_serving.server.frontend.http.route import client_timeout_s, query_parameters
 from multiworld_serving.server.frontend.observability.requests import RequestRecord
 
@@ -43,16 +43,16 @@ class HandlerRoute:
     async def answer(self, request: Request) -> Response:
         """Send the body to the handler, and its inputs to the model."""
         query_parameters(request)
-        record, handler = RequestRecord.of(request.scope), self.handler
-        opened = OpenRequest(self.inference.gate, record, request.receive, client_timeout_s(request))
-
-        async def receive() -> dict[str, np.ndarray[Any, Any]]:
-            body = await opened.body(request.headers)
-            await opened.admit()
-            return await handler.call(program.decode, body, request.headers.get("content-type", ""))
-
+        record, inference, handler = RequestRecord.of(request.scope), self.inference, self.handler
         try:
-            return await self.inference.answer(opened, receive, self._request, self._response)
+            async with inference.open(record, request.receive, client_timeout_s(request)) as opened:
+                body = await opened.body(request.headers)
+                await opened.admit()
+                arrays = await handler.call(program.decode, body, request.headers.get("content-type", ""))
+                del body
+                asked = await inference.threads.run(partial(self._request, arrays))
+                del arrays
+                return await self._response(await inference.predict(opened, asked))
         except HandlerError as error:
             logger.error("request_id=%s %s", record.request_id, error)  # noqa: TRY400 - the traceback is the handler's
             raise HandlerError(_FAILED) from error
@@ -81,7 +81,7 @@ class HandlerRoute:
         except BundleError as error:
             raise HandlerInputError(f"the model does not take this input: {error}") from error
 
-    async def _response(self, prediction: Prediction, _: InferRequest) -> Response:
+    async def _response(self, prediction: Prediction) -> Response:
         model = self.inference.signature.model
         tensors = zip(model.outputs, output_tensors(prediction, model), strict=True)
         body, content_type = await self.handler.call(

@@ -16,12 +16,11 @@ from starlette.routing import Route
 from multiworld_serving.common.service.errors import InferenceRequestError
 from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.server.frontend.api.groups import Group, Groups
-from multiworld_serving.server.frontend.api.inference import InferRequest, prediction_headers
+from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, encoded, prediction_headers
 from multiworld_serving.server.frontend.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
 from multiworld_serving.server.frontend.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.frontend.api.oip.infer_response import HEADER_LENGTH, build_response
-from multiworld_serving.server.frontend.api.oip.metadata import readiness_error
-from multiworld_serving.server.frontend.http.open_request import OpenRequest
+from multiworld_serving.server.frontend.api.oip.metadata import Signature, readiness_error
 from multiworld_serving.server.frontend.http.route import Endpoint, client_timeout_s, route
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
 from multiworld_serving.server.frontend.observability.requests import RequestRecord
@@ -72,31 +71,35 @@ class V2Routes:
         """Compute one or more samples. If one of them is rejected, the whole request is."""
         inference = self.groups.named(**request.path_params).described()
         headers, version = request.headers, request.path_params.get("version")
-        encoding, json_bytes = (
-            content_encoding(headers.get("content-encoding")),
-            _json_bytes(headers.get(HEADER_LENGTH)),
-        )
+        encoding = content_encoding(headers.get("content-encoding"))
+        json_bytes = _json_bytes(headers.get(HEADER_LENGTH))
         accepted = accepted_encoding(headers.get("accept-encoding"))
         record = RequestRecord.of(request.scope)
-        opened = OpenRequest(inference.gate, record, request.receive, client_timeout_s(request))
-
-        def parse(body: bytes) -> InferRequest:
-            plain = body if encoding is None else unpack(body, encoding, inference.gate.limits.max_body_bytes)
-            asked = parse_infer_request(plain, json_bytes, inference.signature)
+        async with inference.open(record, request.receive, client_timeout_s(request)) as opened:
+            body = await opened.body(headers, allow_empty=True)
+            await opened.admit()
+            asked = await inference.threads.run(partial(_parse, body, encoding, json_bytes, inference))
+            del body
             asked.version = None if version is None else int(version)
-            return asked
+            prediction = await inference.predict(opened, asked)
+            return await encoded(prediction, partial(_response, prediction, asked, inference.signature, accepted))
 
-        def response(prediction: Prediction, asked: InferRequest) -> Response:
-            body, binary_at = build_response(prediction, asked.outputs, asked.id, inference.signature)
-            answer = prediction_headers(prediction) | {"Vary": "Accept-Encoding"}
-            if binary_at is not None:
-                answer[HEADER_LENGTH] = str(binary_at)
-            if accepted is not None:
-                body, answer["Content-Encoding"] = pack(body, accepted), accepted
-            media_type = "application/json" if binary_at is None else "application/octet-stream"
-            return Response(body, media_type=media_type, headers=answer)
 
-        return await inference.answer(opened, partial(opened.body, headers, allow_empty=True), parse, response)
+def _parse(body: bytes, encoding: str | None, json_bytes: int | None, inference: Inference) -> InferRequest:
+    if encoding is not None:
+        body = unpack(body, encoding, inference.gate.limits.max_body_bytes)
+    return parse_infer_request(body, json_bytes, inference.signature)
+
+
+def _response(prediction: Prediction, asked: InferRequest, signature: Signature, accepted: str | None) -> Response:
+    body, binary_at = build_response(prediction, asked.outputs, asked.id, signature)
+    headers = prediction_headers(prediction) | {"Vary": "Accept-Encoding"}
+    if binary_at is not None:
+        headers[HEADER_LENGTH] = str(binary_at)
+    if accepted is not None:
+        body, headers["Content-Encoding"] = pack(body, accepted), accepted
+    media_type = "application/json" if binary_at is None else "application/octet-stream"
+    return Response(body, media_type=media_type, headers=headers)
 
 
 def server_metadata(extensions: Sequence[str]) -> dict[str, Any]:

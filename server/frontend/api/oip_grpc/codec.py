@@ -117,7 +117,7 @@ def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) ->
     return found
 
 
-def infer_message(prediction: Prediction, asked: InferRequest, *, signature: Signature) -> bytes:
+def infer_message(prediction: Prediction, asked: InferRequest, signature: Signature) -> bytes:
     """A ModelInferResponse, always with raw contents. Raises as `encoded_outputs`."""
     parts = encoded_outputs(prediction, asked.outputs, signature)
     message: bytes = (

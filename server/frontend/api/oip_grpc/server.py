@@ -15,6 +15,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,9 +32,8 @@ from multiworld_serving.common.service.errors import (
     DeadlineError,
     RequestRejected,
 )
-from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.server.frontend.api.groups import Group, Groups
-from multiworld_serving.server.frontend.api.inference import InferRequest, prediction_headers
+from multiworld_serving.server.frontend.api.inference import encoded, prediction_headers
 from multiworld_serving.server.frontend.api.oip.routes import server_metadata
 from multiworld_serving.server.frontend.api.oip_grpc.codec import (
     METHODS,
@@ -46,7 +46,6 @@ from multiworld_serving.server.frontend.api.oip_grpc.codec import (
 from multiworld_serving.server.frontend.auth.authorizer import Authorizer, http_port_permission
 from multiworld_serving.server.frontend.http.errors import INTERNAL_ERROR
 from multiworld_serving.server.frontend.http.limits import RequestLimits
-from multiworld_serving.server.frontend.http.open_request import OpenRequest
 from multiworld_serving.server.frontend.observability.requests import InferenceProtocol, RequestRecord, Requests
 
 logger = logging.getLogger(__name__)
@@ -251,22 +250,15 @@ class GrpcPort:
         received = await self._receive(context, timeout_s, self._infer_places)
         group = self._groups.only or self._groups.named(model_name(received))
         _set_group(record, group)
-        inference = group.described()
-        signature, opened = inference.signature, OpenRequest(inference.gate, record, None, timeout_s)
-
-        async def receive() -> bytes:
-            opened.received()
+        inference, version = group.described(), group.pool.version
+        async with inference.open(record, timeout_s=timeout_s) as opened:
             opened.hold(len(received))
-            return received
-
-        def parse(body: bytes) -> InferRequest:
-            return parse_infer_message(body, signature, group.pool.version)
-
-        def encode(prediction: Prediction, asked: InferRequest) -> tuple[bytes, Mapping[str, str]]:
-            trailers = {name.lower(): value for name, value in prediction_headers(prediction).items()}
-            return infer_message(prediction, asked, signature=signature), trailers
-
-        return await inference.answer(opened, receive, parse, encode)
+            await opened.admit()
+            asked = await inference.threads.run(partial(parse_infer_message, received, inference.signature, version))
+            del received
+            prediction = await inference.predict(opened, asked)
+            message = await encoded(prediction, partial(infer_message, prediction, asked, inference.signature))
+        return message, {name.lower(): value for name, value in prediction_headers(prediction).items()}
 
     def _plain(self, name: str, respond: Callable[[Any], Mapping[str, Any]]) -> Answer:
         """The answer of a method that costs nothing. The message of a request without fields is not received: it would need a place."""
