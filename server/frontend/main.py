@@ -128,10 +128,10 @@ class _Frontend:
         stack.callback(gc.unfreeze)
         leaders = [leader for each in models.values() for leader in each.leaders]
         self.edges = Edges(settings.name, local_host(leaders), settings, EdgeMetrics(self.metrics))
-        self.groups = Groups()
         self.large_images = large_image_thread(request_limits(settings))
         self.started_s = time.monotonic()
         self.models = [_Model(self, name, each, handlers[name]) for name, each in models.items()]
+        self.groups = Groups(*(model.group for model in self.models), failing_file=settings.failing_file)
 
     @property
     def protocols(self) -> tuple[InferenceProtocol, ...]:
@@ -174,7 +174,6 @@ class _Frontend:
         settings, metrics, ports = self._settings, self.metrics, self._ports
         authorizer = Authorizer(self._credentials.keys)
         pools = [model.pool for model in self.models]
-        self.groups.failing_file = settings.failing_file
         scrape = partial(scrape_service, settings.name, pools, metrics, settings.supervisor_metrics_file)
         app = create_api(self.groups, metrics, authorizer, scrape=scrape, admin_port=ports.admin.getsockname()[1])
         admin_app = create_admin_app(
@@ -244,14 +243,13 @@ class _Model:
         self._frontend = frontend
         self._settings = settings
         self._handler = handler
-        self._group: Group | None = None
         self.known, self.ready = asyncio.Event(), asyncio.Event()
         self.failure = ""
         self.pool = LeaderPool(settings.recovery_grace_s, frontend.metrics, self._on_change, frontend.edges, name)
         for number, address in enumerate(settings.leaders):
             self.pool.links.append(LeaderLink(address, settings, self.pool, number))
-        if name:
-            self._add_group()
+        requests = frontend.metrics.requests.of_model(name)
+        self.group = Group(self.pool, requests, EventFeed(requests))
 
     def run(self) -> list[Coroutine[Any, Any, None]]:
         """What must run as tasks until the frontend ends."""
@@ -262,22 +260,14 @@ class _Model:
         limits = request_limits(self._settings)
         limits = replace(limits, max_held_bytes=limits.max_held_bytes // len(self._frontend.models))
         inference = Inference(self.pool, model, limits, self._frontend.large_images)
-        group = self._group or self._add_group()
-        group.requests.declare(model.version, self._frontend.protocols)
+        self.group.requests.declare(model.name, model.version, self._frontend.protocols)
         async with inference.threads:
-            group.open(inference, self._handler)
+            self.group.open(inference, self._handler)
             self.known.set()
             await asyncio.Event().wait()
 
-    def _add_group(self) -> Group:
-        requests = self._frontend.metrics.requests.of_model(self.pool.name)
-        self._group = Group(self.pool.name, self.pool, requests, EventFeed(requests))
-        self._frontend.groups.add(self._group)
-        return self._group
-
     def _on_change(self, snapshot: PipelineSnapshot) -> None:
-        if self._group is not None:
-            self._group.feed.observe(snapshot)
+        self.group.feed.observe(snapshot)
         if self.ready.is_set():
             return
         if snapshot.ready:

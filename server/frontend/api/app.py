@@ -136,8 +136,7 @@ class Application(FastAPI):
     def _authorize(self, scope: Scope, record: RequestRecord) -> None:
         """Raises UnauthenticatedError or ForbiddenError."""
         permission = self._permission_for(scope["path"])
-        record.key_name = self._authorizer.check(permission, scope)
-        record.key_models = self._authorizer.models_of(record.key_name)
+        record.key_name, record.key_models = self._authorizer.check(permission, scope)
         if permission is Permission.ADMIN:
             fields = {"method": scope["method"], "target": scope["path"][:256], "by": record.key_name}
             logger.info("admin request", extra={**fields, "request_id": record.request_id})

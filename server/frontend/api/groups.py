@@ -29,7 +29,6 @@ class Group:
     """One model of a frontend.
 
     Attributes:
-        name: of the model.
         pool: the leaders that serve it.
         requests: the counts of its requests.
         feed: of GET /events.
@@ -38,13 +37,17 @@ class Group:
         has_handler: whether a handler decodes the bodies of /predict.
     """
 
-    name: str
     pool: LeaderPool
     requests: ModelRequests
     feed: EventFeed
     inference: Inference | None = None
     serves_predict: bool = True
     has_handler: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the model; "" = its leaders have not told it yet."""
+        return self.pool.name
 
     def open(self, inference: Inference, handler: HandlerProcesses | None = None) -> None:
         """Serve the model, which is known now.
@@ -79,35 +82,33 @@ class Group:
 class Groups:
     """All models of a frontend. The first one is that of the status page and of paths that name none.
 
-    Attributes:
+    Args:
         failing_file: see `FrontendSettings`.
     """
 
-    failing_file: Path | None = None
-
-    def __init__(self, *groups: Group) -> None:
-        self._by_name = {group.name: group for group in groups}
+    def __init__(self, *groups: Group, failing_file: Path | None = None) -> None:
+        self._groups = groups
+        self._failing_file = failing_file
 
     def __iter__(self) -> Iterator[Group]:
-        return iter(self._by_name.values())
-
-    def add(self, group: Group) -> None:
-        """Serve a further model."""
-        self._by_name[group.name] = group
+        return iter(self._groups)
 
     @property
     def names(self) -> list[str]:
         """The names of all models."""
-        return list(self._by_name)
+        return [group.name for group in self]
 
     @property
     def only(self) -> Group | None:
         """The only model; None if there are several."""
-        return next(iter(self._by_name.values())) if len(self._by_name) == 1 else None
+        return self._groups[0] if len(self._groups) == 1 else None
 
     def find(self, name: str | None) -> Group | None:
         """The model with this name, or the only one; without a name that of /predict. None if there is none."""
-        return self.of_predict if name is None else self.only or self._by_name.get(name)
+        return self.of_predict if name is None else self.only or self._with_name(name)
+
+    def _with_name(self, name: str) -> Group | None:
+        return next((group for group in self if group.name == name), None)
 
     @property
     def of_predict(self) -> Group | None:
@@ -116,7 +117,7 @@ class Groups:
 
     def named(self, model: str, version: str | None = None) -> Group:
         """The model with this name. Raises UnknownModelError unless it serves, and this version of it if one is given."""
-        if (found := self._by_name.get(model)) is None:
+        if (found := self._with_name(model)) is None:
             known = f"the only model is {self.only.name!r}" if self.only else f"the models are {_listed(self.names)}"
             raise UnknownModelError(f"Request for unknown model: {model[:64]!r}; {known}")
         if version is not None:
@@ -137,7 +138,7 @@ class Groups:
 
     @suppress_errors
     def _failing(self) -> tuple[str, ...]:
-        return () if self.failing_file is None else tuple(self.failing_file.read_text(encoding="utf-8").splitlines())
+        return () if self._failing_file is None else tuple(self._failing_file.read_text(encoding="utf-8").splitlines())
 
     def index(self, *, only_ready: bool = False) -> list[dict[str, str]]:
         """The versions of all models, as Triton's repository extension describes them."""

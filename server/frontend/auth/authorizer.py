@@ -85,30 +85,26 @@ class Authorizer:
     def __init__(self, keys: ApiKeys) -> None:
         self.keys = keys
 
-    def check(self, permission: Permission, scope: Scope) -> str:
+    def check(self, permission: Permission, scope: Scope) -> tuple[str, frozenset[str] | None]:
         """Check the permission of a request.
 
         Returns:
-            Name of the key's holder; empty if no authentication is required.
+            Name of the key's holder, empty if no authentication is required; and the models that the key permits, None for all.
         Raises:
             UnauthenticatedError: no key, or an unknown one.
             ForbiddenError: the key does not have this permission.
         """
         if permission is Permission.NOTHING or (permission is not Permission.ADMIN and not self.keys.inference):
-            return ""
+            return "", None
         headers = Headers(scope=scope)
         if permission is Permission.ADMIN:
-            return self._check_admin(scope, headers)
+            return self._check_admin(scope, headers), None
         admin, user = self._holders(_presented_key(headers, scope["method"]))
         if admin is not None and permission is Permission.INFERENCE:
             raise ForbiddenError("an admin key does not permit inference; send a key of --api-keys-file")
         if (name := admin or user) is None:
             raise UnauthenticatedError(_KEY_REQUIRED)
-        return name
-
-    def models_of(self, name: str) -> frozenset[str] | None:
-        """The models for which this holder's key permits inference; None = all."""
-        return self.keys.inference.models.get(name)
+        return name, self.keys.inference.models.get(name)
 
     def _check_admin(self, scope: Scope, headers: Headers) -> str:
         admin, user = self._holders(_bearer(headers))

@@ -209,7 +209,7 @@ class ModelRequests:
     """The requests for one model of a frontend.
 
     Attributes:
-        model: its name.
+        model: its name; "" = not known yet.
     """
 
     def __init__(self, model: str, families: Requests) -> None:
@@ -225,9 +225,9 @@ class ModelRequests:
         self._batches: dict[int, _Times] = {}
         """By size."""
 
-    def declare(self, version: str, protocols: Sequence[InferenceProtocol]) -> None:
+    def declare(self, model: str, version: str, protocols: Sequence[InferenceProtocol]) -> None:
         """Create the series of the possible outcomes with value 0, so that the first one is an increase."""
-        self._protocols = protocols
+        self.model, self._protocols = model, protocols
         self._use(version)
 
     def add(self, record: RequestRecord) -> None:

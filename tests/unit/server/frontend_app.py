@@ -131,9 +131,10 @@ def group_of(
     if inference is not None:
         name = inference.signature.model.name
     requests = metrics.requests.of_model(name)
-    group = Group(name, predictor, requests, EventFeed(requests))
+    predictor.name = name
+    group = Group(predictor, requests, EventFeed(requests))
     if inference is not None:
-        requests.declare(inference.signature.model.version, protocols)
+        requests.declare(name, inference.signature.model.version, protocols)
         group.open(inference, handler)
     return group
 

@@ -10,7 +10,7 @@ import pytest
 
 from multiworld_serving.common.config.keys import KeySet, hash_key, parse_keys
 from multiworld_serving.server.frontend.api.app import create_admin_app, create_api
-from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.api.groups import Group, Groups
 from multiworld_serving.server.frontend.api.inference import Inference
 from multiworld_serving.server.frontend.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.frontend.http.limits import RequestLimits
@@ -25,17 +25,17 @@ async def frontend(
     *names: str, absent: tuple[str, ...] = (), texts: tuple[str, ...] = (), keys: KeySet | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FrontendMetrics]]:
     """A frontend with these models. No leader has described the absent ones yet; `texts` have no labels, and so no /predict."""
-    metrics, groups = FrontendMetrics(), Groups()
+    metrics, groups = FrontendMetrics(), list[Group]()
     async with AsyncExitStack() as stack:
         for name in names:
             model = replace(MODEL, name=name, labels=() if name in texts else MODEL.labels)
             inference = Inference(ColourPredictor(), model, RequestLimits())
             await stack.enter_async_context(inference.threads)
-            groups.add(group_of(inference.gate.pipeline, metrics, inference))
+            groups.append(group_of(inference.gate.pipeline, metrics, inference))
         for name in absent:
-            groups.add(group_of(ColourPredictor(states=("broken",)), metrics, name=name))
+            groups.append(group_of(ColourPredictor(states=("broken",)), metrics, name=name))
         authorizer = None if keys is None else Authorizer(ApiKeys(keys, KeySet()))
-        yield await stack.enter_async_context(client_of(create_api(groups, metrics, authorizer))), metrics
+        yield await stack.enter_async_context(client_of(create_api(Groups(*groups), metrics, authorizer))), metrics
 
 
 async def test_request_goes_to_the_model_that_its_path_names_and_is_counted_for_it() -> None:

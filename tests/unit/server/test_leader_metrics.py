@@ -31,7 +31,7 @@ def busy_frontend() -> FrontendMetrics:
     """The metrics of a frontend to which everything has happened that adds series."""
     metrics = FrontendMetrics()
     counts = metrics.requests.of_model("m")
-    counts.declare("v", ("predict",))
+    counts.declare("m", "v", ("predict",))
     metrics.requests.end({}, RequestRecord("id", "v", "predict", counts, status=200))
     metrics.group_state("m", 1, 1, "ready")
     return metrics

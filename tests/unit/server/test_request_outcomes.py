@@ -17,7 +17,7 @@ class OfModel(FrontendMetrics):
     def __init__(self) -> None:
         super().__init__()
         self.counts = self.requests.of_model("m")
-        self.counts.declare("v", ("v2",))
+        self.counts.declare("m", "v", ("v2",))
 
 
 def predicted(images: int = 1, batch_size: int = 4, compute_s: float = 2.0) -> Prediction:

@@ -81,7 +81,7 @@ def test_authorizer_admits_permitted_principals(
     authorizer: Authorizer, need: Permission, shown: bytes | None, outcome: object
 ) -> None:
     if isinstance(outcome, str):
-        assert authorizer.check(need, scope(shown)) == outcome
+        assert authorizer.check(need, scope(shown)) == (outcome, None)
         return
     assert isinstance(outcome, type)
     with pytest.raises(outcome):
@@ -109,9 +109,9 @@ def basic(password: bytes) -> str:
 
 
 def test_key_as_password_is_refused_for_admin_verbs_and_other_sites() -> None:
-    assert GUARDED.check(Permission.ANY_KEY, scope(authorization=basic(ALICE))) == "alice"
+    assert GUARDED.check(Permission.ANY_KEY, scope(authorization=basic(ALICE)))[0] == "alice"
     same = scope(method="POST", authorization=basic(ALICE), sec_fetch_site="same-origin")
-    assert GUARDED.check(Permission.INFERENCE, same) == "alice"
+    assert GUARDED.check(Permission.INFERENCE, same)[0] == "alice"
     for asked in (
         scope(method="POST", authorization=basic(ALICE)),
         scope(method="POST", authorization=basic(ALICE), sec_fetch_site="cross-site"),

@@ -198,8 +198,7 @@ class GrpcPort:
             left_s, limit_s = context.time_remaining(), self._limits.timeout_s
             timeout_s = limit_s if left_s is None else min(limit_s, left_s)
             try:
-                record.key_name = self._authorizer.check(permission, scope)
-                record.key_models = self._authorizer.models_of(record.key_name)
+                record.key_name, record.key_models = self._authorizer.check(permission, scope)
                 message, trailers = await answer(context, record, timeout_s)
                 record.status = 200
             except RequestRejected as rejection:
