@@ -44,8 +44,7 @@ Start reading at `scheduler.py`, which handles events and sends batches. Then:
 
     events.py, actions.py          input and output
     admission.py                   accepts or rejects a request on arrival
-    batching.py                    when a batch is formed, and from which requests
-    state.py                       the state, and the steps that change it: answer, reject, isolate, requeue, reroute
+    state.py                       the state, when a batch is formed, and the steps: answer, reject, isolate, requeue, reroute
     backlog.py, replica_table.py   its parts: open requests, replicas
     batches.py                     the data types: requests, batches, replicas and their queues
     estimates/                     service times, learned from earlier batches; which batches are late

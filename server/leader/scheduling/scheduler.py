@@ -14,7 +14,6 @@ from multiworld_serving.server.leader.scheduling.batches import (
     Request,
     VersionPipeline,
 )
-from multiworld_serving.server.leader.scheduling.batching import key_due, next_batch_s
 from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
 from multiworld_serving.server.leader.scheduling.estimates.capacity import replicas_wanted
 from multiworld_serving.server.leader.scheduling.events import (
@@ -37,14 +36,11 @@ _MAX_UNMATCHED_FAILURES = 3
 """A replica is failed after this many consecutive batches that raised there and succeeded on another replica."""
 
 
-class Scheduler:
+class Scheduler(SchedulerState):
     """Forms batches from requests, assigns batches to replicas, and handles failures."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self._state = SchedulerState(config)
-        self.counters = self._state.counters
-        self._backlog, self._table, self._hedging = self._state.backlog, self._state.table, self._state.hedging
+        super().__init__(config)
         self._batch_ids = count(1)
 
     # -- called by the driver ------------------------------------------------------------------------------------------------
@@ -57,34 +53,34 @@ class Scheduler:
         Raises:
             ValueError: the event is invalid (unknown stage, or a request id that is still open).
         """
-        self._state.now_s = max(now_s, self._state.now_s)
-        self._state.actions = []
+        self.now_s = max(now_s, self.now_s)
+        self.actions = []
         self._apply(event)
         self._expire_deadlines()
         self._fail_hung_replicas()
         self._expire_graces()
-        self._state.release_drained()
+        self.release_drained()
         self._find_late()
         self._dispatch()
-        return self._state.actions
+        return self.actions
 
     def next_wakeup_s(self) -> float | None:
         """When the next `Tick` is due at the latest; None if no timer is set."""
         times = (
-            self._backlog.deadlines.least(),
-            self._table.hang_deadlines.least(),
-            self._table.grace_deadlines.least(),
-            self._hedging.late.least(),
-            next_batch_s(self._state),
+            self.backlog.deadlines.least(),
+            self.table.hang_deadlines.least(),
+            self.table.grace_deadlines.least(),
+            self.hedging.late.least(),
+            self.next_batch_s(),
         )
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def replicas_wanted(self, now_s: float) -> tuple[float, ...]:
         """Replicas that each stage needs for the load of this leader, as fractions: see `estimates/capacity.py`."""
-        rows, entry_pool = self._backlog.max_rows, self._table.entry_pool
+        rows, entry_pool = self.backlog.max_rows, self.table.entry_pool
         usual = rows * (len(entry_pool.accepting) if entry_pool else 0)
-        waiting = max(0, len(self._backlog.waiting) - usual)
-        rate_per_s, times = self._state.arrivals.per_s(now_s), self._state.service_times
+        waiting = max(0, len(self.backlog.waiting) - usual)
+        rate_per_s, times = self.arrivals.per_s(now_s), self.service_times
         return replicas_wanted(rate_per_s, waiting, times, self.config.num_stages, rows)
 
     # -- statistics, O(number of versions) at most ---------------------------------------------------------------------------
@@ -92,31 +88,31 @@ class Scheduler:
     @property
     def ready(self) -> bool:
         """A version is complete."""
-        return self._table.current is not None
+        return self.table.current is not None
 
     @property
     def current_version(self) -> str | None:
         """The version of new batches."""
-        return self._table.current.version if self._table.current else None
+        return self.table.current.version if self.table.current else None
 
     @property
     def queue_depth(self) -> int:
         """Requests that wait for a batch, including isolated requests."""
-        return len(self._backlog.waiting) + len(self._backlog.isolated)
+        return len(self.backlog.waiting) + len(self.backlog.isolated)
 
     @property
     def open_requests(self) -> int:
         """Accepted requests that are not closed. After `Drain`, zero means that all work is done."""
-        return len(self._backlog.requests)
+        return len(self.backlog.requests)
 
     def in_flight(self, replica: ReplicaId) -> int:
         """Batches in flight on this replica; 0 for an unknown replica."""
-        known = self._table.replicas.get(replica)
+        known = self.table.replicas.get(replica)
         return len(known.in_flight) if known else 0
 
     def batches_of(self, version: str) -> int:
         """Batches of this version that have not ended. The version is in use while there are any."""
-        pipeline = self._table.pipelines.get(version)
+        pipeline = self.table.pipelines.get(version)
         return pipeline.num_batches if pipeline else 0
 
     # -- events --------------------------------------------------------------------------------------------------------------
@@ -139,59 +135,59 @@ class Scheduler:
             case ReplicaLost():
                 self._replica_lost(event)
             case Drain():
-                self._state.draining = True
+                self.draining = True
             case Tick():
                 pass
 
     def _arrived(self, event: RequestArrived) -> None:
-        now_s, ids = self._state.now_s, range(event.request, event.request + event.rows)
-        if open_ids := [each for each in ids if each in self._backlog.requests]:
+        now_s, ids = self.now_s, range(event.request, event.request + event.rows)
+        if open_ids := [each for each in ids if each in self.backlog.requests]:
             raise ValueError(f"request {open_ids[0]} is still open")
         for _ in ids:
-            self._state.arrivals.arrived(now_s)
-        if (rejected := rejection(event, self._state)) is None:
+            self.arrivals.arrived(now_s)
+        if (rejected := rejection(event, self)) is None:
             for each in ids:
-                self._backlog.admit(Request(each, event.deadline_s, now_s, now_s, event.key))
+                self.backlog.admit(Request(each, event.deadline_s, now_s, now_s, event.key))
         else:
-            self._state.actions.append(rejected)
+            self.actions.append(rejected)
 
     def _cancelled(self, event: RequestCancelled) -> None:
-        request = self._backlog.requests.get(event.request)
+        request = self.backlog.requests.get(event.request)
         if request is not None:
-            self._state.close(request)
+            self.close(request)
 
     def _replica_ready(self, event: ReplicaReady) -> None:
         if not 0 <= event.stage < self.config.num_stages:
             raise ValueError(f"replica {event.replica} is for stage {event.stage} of {self.config.num_stages}")
-        if event.replica not in self._table.replicas:
-            self._table.add(event.replica, event.stage, event.version, self._state.now_s)
-            self._state.replicas_changed()
+        if event.replica not in self.table.replicas:
+            self.table.add(event.replica, event.stage, event.version, self.now_s)
+            self.replicas_changed()
 
     def _replica_draining(self, event: ReplicaDraining) -> None:
-        replica = self._table.replicas.get(event.replica)
-        if replica is not None and replica.id not in self._table.draining:
-            self._table.draining[replica.id] = replica
-            self._table.stop_accepting(replica, self._state.now_s)
-            self._state.replicas_changed()
+        replica = self.table.replicas.get(event.replica)
+        if replica is not None and replica.id not in self.table.draining:
+            self.table.draining[replica.id] = replica
+            self.table.stop_accepting(replica, self.now_s)
+            self.replicas_changed()
 
     def _replica_lost(self, event: ReplicaLost) -> None:
-        replica = self._table.replicas.get(event.replica)
+        replica = self.table.replicas.get(event.replica)
         if replica is not None:
-            self._state.fail_replica(replica, event.cause)
+            self.fail_replica(replica, event.cause)
 
     # -- batches that return -----------------------------------------------------------------------------------------------
 
     def _returned(self, event: BatchDone | BatchFailed | InputLost) -> None:
         """Free the attempt's place in the replica's window. Without effect on the batch if the attempt was abandoned."""
-        replica = self._table.replicas.get(event.replica)
+        replica = self.table.replicas.get(event.replica)
         attempt = replica.in_flight.get(event.batch) if replica else None
         if replica is None or attempt is None:
             return
-        worked_s = self._table.record_returned(attempt, self._state.now_s)
-        self._hedging.forget(attempt)
+        worked_s = self.table.record_returned(attempt, self.now_s)
+        self.hedging.forget(attempt)
         if isinstance(event, BatchDone):
-            self._state.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
-            self._state.fit_batch_size()
+            self.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
+            self.fit_batch_size()
         if not attempt.detach():
             return
         match event:
@@ -200,90 +196,88 @@ class Scheduler:
             case BatchFailed():
                 self._failed(attempt, event)
             case InputLost():
-                self._state.attempt_failed(attempt)
-                self._state.lose_input(attempt.batch)
+                self.attempt_failed(attempt)
+                self.lose_input(attempt.batch)
 
     def _done(self, attempt: Attempt, *, kept: bool) -> None:
         batch = attempt.batch
         attempt.replica.unmatched_failures = 0
         if attempt.kind == "hedge":
-            self._state.counters.hedges["won"] += 1
-        self._state.abandon_attempts(batch, hedges="lost")
+            self.counters.hedges["won"] += 1
+        self.abandon_attempts(batch, hedges="lost")
         if batch.failed_on is not None:
             self._count_failure_of(batch.failed_on)
         if batch.stage + 1 == self.config.num_stages:
-            self._state.answer(batch, attempt.replica)
+            self.answer(batch, attempt.replica)
         else:
-            batch.advance(self._state.now_s)
+            batch.advance(self.now_s)
             batch.hold_at(attempt.replica if kept else None)
-            self._state.actions.append(KeepOutput(batch.id, attempt.replica.id, batch.stage))
-            self._state.enqueue(batch, "first", at_head=False)
+            self.actions.append(KeepOutput(batch.id, attempt.replica.id, batch.stage))
+            self.enqueue(batch, "first", at_head=False)
 
     def _failed(self, attempt: Attempt, event: BatchFailed) -> None:
         batch = attempt.batch
-        self._state.attempt_failed(attempt)
+        self.attempt_failed(attempt)
         if batch.in_flight:  # a hedge, or the attempt that was hedged
             batch.retried = True
         elif event.by_input and len(batch.rows) == 1:
-            self._state.reject_all(
-                batch, "invalid_input", f"an input has a value out of the model's range: {event.error}"
-            )
+            self.reject_all(batch, "invalid_input", f"an input has a value out of the model's range: {event.error}")
         elif batch.isolated:
             what = "stage {} raised" if event.sent else "the batch could not be sent to stage {}"
-            self._state.reject_all(batch, "stage_error", f"{what.format(batch.stage)}: {event.error}")
+            self.reject_all(batch, "stage_error", f"{what.format(batch.stage)}: {event.error}")
         elif not event.sent or event.by_input or batch.retried or not batch.pool.has_other(attempt.replica):
-            self._state.isolate(batch)
+            self.isolate(batch)
         else:
             batch.retried = True
             batch.failed_on = attempt.replica
-            batch.runnable_since_s = self._state.now_s
-            self._state.enqueue(batch, "retry", at_head=False)
+            batch.runnable_since_s = self.now_s
+            self.enqueue(batch, "retry", at_head=False)
 
     def _count_failure_of(self, replica: Replica) -> None:
         """Count a failure of this replica: the batch on which it raised has succeeded elsewhere."""
         replica.unmatched_failures += 1
-        known = self._table.replicas.get(replica.id) is replica
+        known = self.table.replicas.get(replica.id) is replica
         if known and replica.unmatched_failures >= _MAX_UNMATCHED_FAILURES:
-            self._state.actions.append(FailReplica(replica.id, "error"))
-            self._state.fail_replica(replica, "error")
+            self.actions.append(FailReplica(replica.id, "error"))
+            self.fail_replica(replica, "error")
 
     # -- timers --------------------------------------------------------------------------------------------------------------
 
     def _expire_deadlines(self) -> None:
-        while (request := self._backlog.deadlines.pop_until(self._state.now_s)) is not None:
-            waited_s = self._state.now_s - request.arrived_s
-            self._state.reject(request, "deadline", f"no answer after {waited_s:.3f} s")
+        while (request := self.backlog.deadlines.pop_until(self.now_s)) is not None:
+            waited_s = self.now_s - request.arrived_s
+            self.reject(request, "deadline", f"no answer after {waited_s:.3f} s")
 
     def _fail_hung_replicas(self) -> None:
-        while (replica := self._table.hang_deadlines.pop_until(self._state.now_s)) is not None:
-            self._state.actions.append(FailReplica(replica.id, "hang"))
-            self._state.fail_replica(replica, "hang")
+        while (replica := self.table.hang_deadlines.pop_until(self.now_s)) is not None:
+            self.actions.append(FailReplica(replica.id, "hang"))
+            self.fail_replica(replica, "hang")
 
     def _expire_graces(self) -> None:
-        while (pool := self._table.grace_deadlines.pop_until(self._state.now_s)) is not None:
+        while (pool := self.table.grace_deadlines.pop_until(self.now_s)) is not None:
             pool.expired = True
             for batch in pool.batches():
-                self._state.reject_all(batch, "no_replica", self._table.no_replica_detail(pool.stage))
-        if self.open_requests and self._table.unavailable:
-            for request in (*self._backlog.waiting.values(), *self._backlog.isolated.values()):
-                self._state.reject(request, "no_replica", self._table.no_replica_detail())
+                self.reject_all(batch, "no_replica", self.table.no_replica_detail(pool.stage))
+        if self.open_requests and self.table.unavailable:
+            for request in (*self.backlog.waiting.values(), *self.backlog.isolated.values()):
+                self.reject(request, "no_replica", self.table.no_replica_detail())
 
     # -- sending -----------------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         """Send everything that can be sent. Last stages first: they make room for new batches."""
-        for pipeline in self._table.pipelines.values():
+        for pipeline in self.table.pipelines.values():
             for pool in reversed(pipeline.pools):
                 self._dispatch_pool(pool)
 
     def _find_late(self) -> None:
         """Move late attempts to `Pool.late`. Start a batch again if its input is lost, or is kept and the hedge is late, too."""
-        while (late := self._hedging.late.pop_until(self._state.now_s)) is not None:
+        while (late := self.hedging.late.pop_until(self.now_s)) is not None:
             batch = late.batch
             if len(batch.in_flight) == 1 and not batch.input_lost:
                 late.replica.pool.late[late] = None
-            elif (batch.holder is not None or batch.input_lost) and self._hedging.try_acquire(len(batch.rows)):
-                self._state.restart(batch)
+            elif (batch.holder is not None or batch.input_lost) and self.hedging.try_acquire(len(batch.rows)):
+                self.restart(batch)
 
     def _dispatch_pool(self, pool: Pool) -> None:
         if pool.late and len(pool.available):
@@ -294,7 +288,7 @@ class Scheduler:
             self._dispatch_retries(pool)
         if pool.queue:
             self._dispatch_queue(pool)
-        if pool is self._table.entry_pool:
+        if pool is self.table.entry_pool:
             self._form_batches(pool.pipeline)
         self._dispatch_isolated(pool)
         pool.isolated_first = True
@@ -318,14 +312,12 @@ class Scheduler:
         while (
             not pipeline.saturated
             and (replica := available.first()) is not None
-            and (key := key_due(self._state, replica)) is not None
+            and (key := self.key_due(replica)) is not None
         ):
-            self._send(self._form(self._backlog.take(key), pipeline), replica)
+            self._send(self._form(self.backlog.take(key), pipeline), replica)
 
     def _dispatch_isolated(self, pool: Pool) -> None:
-        from_backlog = (
-            pool is self._table.entry_pool and self._backlog.isolated and not pool.pipeline.isolation_saturated
-        )
+        from_backlog = pool is self.table.entry_pool and self.backlog.isolated and not pool.pipeline.isolation_saturated
         if not pool.isolated and not from_backlog:
             if pool.reserved is not None and not _has_isolated(pool.reserved):
                 pool.release()
@@ -336,7 +328,7 @@ class Scheduler:
         if pool.isolated:
             self._send(pool.isolated.popitem(last=False)[1], replica)
         else:
-            self._send(self._form(self._backlog.take_isolated(), pool.pipeline), replica)
+            self._send(self._form(self.backlog.take_isolated(), pool.pipeline), replica)
 
     def _form(self, requests: tuple[Request, ...], pipeline: VersionPipeline) -> Batch:
         batch = Batch(
@@ -359,29 +351,29 @@ class Scheduler:
             other = pool.available.first(excluding=late.replica)
             if other is None:
                 continue
-            if not self._hedging.try_acquire(len(late.batch.rows)):
+            if not self.hedging.try_acquire(len(late.batch.rows)):
                 break
             late.hedged = True
             del pool.late[late]
-            self._put_in_flight(late.batch, other, "hedge", waited_s=self._state.now_s - late.sent_s)
+            self._put_in_flight(late.batch, other, "hedge", waited_s=self.now_s - late.sent_s)
 
     def _send(self, batch: Batch, replica: Replica) -> None:
         if batch.kind == "reroute":
             batch.attempt += 1
-            self._state.counters.reroutes[batch.stage] += 1
+            self.counters.reroutes[batch.stage] += 1
         elif batch.kind == "retry":
             batch.attempt += 1
-            self._state.counters.retries[batch.stage] += 1
-        self._put_in_flight(batch, replica, batch.kind, waited_s=self._state.now_s - batch.runnable_since_s)
-        self._hedging.refill_budget(len(batch.rows))
+            self.counters.retries[batch.stage] += 1
+        self._put_in_flight(batch, replica, batch.kind, waited_s=self.now_s - batch.runnable_since_s)
+        self.hedging.refill_budget(len(batch.rows))
 
     def _put_in_flight(self, batch: Batch, replica: Replica, kind: SendKind, *, waited_s: float) -> None:
-        attempt = Attempt(batch, replica, kind, self._state.now_s)
+        attempt = Attempt(batch, replica, kind, self.now_s)
         batch.in_flight[replica.id] = attempt
-        self._table.record_sent(attempt)
+        self.table.record_sent(attempt)
         if kind != "hedge" or batch.holder is not None:
-            self._hedging.watch(attempt, self._state.now_s)
-        self._state.actions.append(
+            self.hedging.watch(attempt, self.now_s)
+        self.actions.append(
             SendBatch(
                 batch=batch.id,
                 stage=batch.stage,

@@ -77,6 +77,40 @@ class SchedulerState:
         if len(known) == len(times) and (slowest_s := max(known)) > 0:
             self.backlog.limit_rows(max(least, min(most, int(FAST_BATCH_S / slowest_s * rows))))
 
+    # -- when the next batch is formed, and from which requests ---------------------------------------------------------------
+
+    def key_due(self, replica: Replica) -> str | None:
+        """The key of the next batch for this replica, the least loaded one with room; None if no batch is due."""
+        oldest = self.backlog.oldest()
+        if oldest is None:
+            return None
+        full = self.backlog.is_full(oldest.key)
+        if full or self.draining or self.now_s >= self._due_s(oldest, replica):
+            return oldest.key
+        return self.backlog.first_full
+
+    def next_batch_s(self) -> float | None:
+        """When the oldest waiting request is due; None if it waits for something other than time."""
+        oldest, entry_pool = self.backlog.oldest(), self.table.entry_pool
+        if (
+            oldest is None
+            or entry_pool is None
+            or entry_pool.pipeline.saturated
+            or (replica := entry_pool.available.first()) is None
+        ):
+            return None
+        return self._due_s(oldest, replica)
+
+    def _due_s(self, oldest: Request, replica: Replica) -> float:
+        """When to send a partial batch. Waiting costs nothing until the replica is about to become idle."""
+        due_s = oldest.arrived_s + self.config.batch_timeout_s
+        if not self.config.adaptive_batching:
+            return due_s
+        next_send_s = self.service_times.next_send_s(replica)
+        if not replica.in_flight:
+            return oldest.arrived_s if next_send_s is None else max(oldest.arrived_s, next_send_s)
+        return due_s if next_send_s is None else max(due_s, next_send_s - self.config.batch_timeout_s)
+
     # -- steps of batches and requests ---------------------------------------------------------------------------------------
 
     def enqueue(self, batch: Batch, kind: SendKind, *, at_head: bool) -> None:

@@ -58,7 +58,7 @@ def test_requests_that_are_rejected_because_of_overload_are_load() -> None:
     driver.arrive(2)
     for _ in range(100):
         only(driver.arrive(), Reject)
-    assert driver.scheduler._state.arrivals.per_s(driver.now_s + 1.0) == pytest.approx(102)
+    assert driver.scheduler.arrivals.per_s(driver.now_s + 1.0) == pytest.approx(102)
 
 
 def test_a_backlog_is_what_exceeds_one_batch_for_each_replica() -> None:
