@@ -22,10 +22,10 @@ from multiworld_serving.common.service.errors import DrainingError, RequestRejec
 from multiworld_serving.server.frontend.api.admin import AdminRoutes
 from multiworld_serving.server.frontend.api.groups import Groups
 from multiworld_serving.server.frontend.api.oip.routes import V2Routes
-from multiworld_serving.server.frontend.api.openapi import openapi_document
-from multiworld_serving.server.frontend.api.operations import (
+from multiworld_serving.server.frontend.api.service_routes import (
     Scrape,
     metrics_response,
+    openapi_document,
     operations_routes,
     status_page_routes,
 )

@@ -164,16 +164,16 @@ class GrpcPort:
 
     def _methods(self) -> dict[str, grpc.RpcMethodHandler]:
         """The handlers of all methods, by name."""
-        model = "/v2/models/MODEL"
+        model, index = "/v2/models/MODEL", self._groups.index
         plain: dict[str, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
             "ServerLive": ("/v2/health/live", lambda _: {"live": True}),
             "ServerReady": ("/v2/health/ready", lambda _: {"ready": self._groups.not_ready is None}),
             "ServerMetadata": ("/v2", lambda _: server_metadata(_EXTENSIONS)),
-            "ModelReady": (f"{model}/ready", self._model_ready),
+            "ModelReady": (f"{model}/ready", lambda asked: {"ready": self._group(asked).pool.ready}),
             "ModelMetadata": (model, self._model_metadata),
             "ModelConfig": (f"{model}/config", self._model_config),
             "ModelStatistics": (f"{model}/stats", self._model_statistics),
-            "RepositoryIndex": ("/v2/repository/index", self._index),
+            "RepositoryIndex": ("/v2/repository/index", lambda asked: {"models": index(only_ready=asked.ready)}),
         }
         found = {name: self._handler(name, path, self._plain(name, respond)) for name, (path, respond) in plain.items()}
         found["ModelInfer"] = self._handler("ModelInfer", f"{model}/infer", self._infer, "grpc")
@@ -272,9 +272,6 @@ class GrpcPort:
 
         return answer
 
-    def _model_ready(self, request: Any) -> Mapping[str, Any]:
-        return {"ready": self._group(request).pool.ready}
-
     def _model_metadata(self, request: Any) -> Mapping[str, Any]:
         group = self._group(request)
         metadata = group.described().signature.metadata(group.pool.version)
@@ -287,9 +284,6 @@ class GrpcPort:
     def _model_statistics(self, request: Any) -> Mapping[str, Any]:
         groups = [self._group(request)] if request.name else self._groups
         return {"model_stats": [group.statistics() for group in groups]}
-
-    def _index(self, request: Any) -> Mapping[str, Any]:
-        return {"models": self._groups.index(only_ready=request.ready)}
 
     def _group(self, request: Any) -> Group:
         return self._groups.named(request.name, request.version or None)

@@ -1,10 +1,13 @@
-"""Probes, metrics, status, events, and the status page."""
+"""Probes, metrics, status, events, the status page, and the OpenAPI document."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
 from mimetypes import guess_type
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -13,16 +16,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from multiworld_serving.common.metrics import CONTENT_TYPE
+from multiworld_serving.common.service.snapshots import PipelineSnapshot
 from multiworld_serving.server.frontend.api.groups import Groups
 from multiworld_serving.server.frontend.api.oip.metadata import readiness_error
 from multiworld_serving.server.frontend.http.errors import rejection_response
+from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.http.route import route
 from multiworld_serving.server.frontend.observability.requests import RequestRecord
 
 Scrape = Callable[[], Awaitable[bytes]]
 """Returns metrics in Prometheus' text format."""
 
-_FILES = {file.name: file for file in (files("multiworld_serving.server.frontend.api") / "status_page").iterdir()}
+_FOLDER = files("multiworld_serving.server.frontend.api")
+_FILES = {file.name: file for file in (_FOLDER / "status_page").iterdir()}
 _FILE_HEADERS = {
     # Only the page's own files, nothing inline: names of workers and models can never run as scripts.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -109,3 +115,36 @@ def _file_response(name: str) -> Response:
 async def metrics_response(scrape: Scrape) -> Response:
     """The response to a scrape."""
     return Response(await scrape(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def openapi_document(groups: Groups, *, needs_key: bool) -> dict[str, Any]:
+    """`openapi.json`, completed with what depends on the models and the settings.
+
+    Args:
+        groups: the models that serve now.
+        needs_key: whether inference needs a key.
+    """
+    document: dict[str, Any] = json.loads((_FOLDER / "openapi.json").read_text("utf-8"))
+    described = [(group, group.inference) for group in groups if group.inference is not None]
+    models = [inference.signature.model for _, inference in described]
+    document["info"]["version"] = importlib.metadata.version("multiworld-serving")
+    if not needs_key:
+        del document["security"]
+    paths, components = document["paths"], document["components"]
+    images, handler = paths.pop("/predict"), paths.pop("/predict with a handler")
+    able = [group for group, _ in described if group.serves_predict]
+    named = {f"_{group.name}": group for group in able if len(able) > 1}
+    for suffix, group in ({"": groups.of_predict} | named).items():
+        if group in able:
+            operation = (handler if group.has_handler else images)["post"]
+            paths["/predict" + suffix.replace("_", "/", 1)] = {"post": operation | {"operationId": f"predict{suffix}"}}
+    parameters = components["parameters"]
+    parameters["model"]["schema"]["enum"] = groups.names
+    parameters["version"]["schema"]["enum"] = sorted({str(group.pool.version.number) for group, _ in described})
+    labels = max((len(model.labels) for model in models), default=0)
+    parameters["top_k"]["schema"] |= {"maximum": labels, "default": min(RequestLimits.top_k, labels)}
+    inputs = components["requestBodies"]["infer"]["content"]["application/json"]["schema"]["properties"]["inputs"]
+    inputs["items"]["properties"]["name"]["enum"] = sorted({each.name for model in models for each in model.inputs})
+    _, of_status = msgspec.json.schema_components([PipelineSnapshot], ref_template="#/components/schemas/{name}")
+    components["schemas"] |= of_status
+    return document
