@@ -8,8 +8,8 @@ from functools import partial
 from multiworld import Cause, World
 from multiworld.texts import one_line
 from multiworld_serving.common.config.process import release_free_memory
-from multiworld_serving.common.edges.edge import RowsLostError
 from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.wire.inputs import RowsLost, RowsLostError
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.common.wire.protocol import Kind, Received, Reply, rows_payload
@@ -21,7 +21,6 @@ from multiworld_serving.common.wire.work import (
     FetchWeights,
     Leaving,
     Loaded,
-    LostInput,
     Obeys,
     Refused,
     Release,
@@ -193,7 +192,7 @@ class Session:
         except RowsLostError as error:
             logger.warning("world=%s stage=%d the input of a batch is lost: %s", world.name, batch.stage, error)
             outcome = "input_lost"
-            return LostInput(error.holders, error.unreachable, str(error)), b""
+            return RowsLost(str(error)), b""
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import torch
 from torch import Tensor
 
-from multiworld import AskError, Cause, Transport, World, WorldError
+from multiworld import AskError, Transport, World, WorldError
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import RowRef, row_refs_tensor
+from multiworld_serving.common.wire.inputs import RowRef, RowsLostError, row_refs_tensor
 from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 
 logger = logging.getLogger(__name__)
@@ -29,50 +29,13 @@ _EXPECTED = (AskError, WorldError, ValueError, OSError)
 """Errors of a producer that ends, refuses or lies, or that cannot be reached in time."""
 
 
-class EdgeError(Exception):
-    """A tensor could not be fetched."""
-
-
-class HolderUnreachableError(EdgeError):
-    """No edge to the producer could be opened, or it broke."""
-
-
-class EdgeBrokenError(HolderUnreachableError):
-    """An open edge broke, and not because its producer was silent during a fetch. A new one may work."""
-
-
-class ProducerSilentError(EdgeError):
-    """The producer may be frozen. Others may still reach it."""
-
-
-class TensorGoneError(EdgeError):
-    """The producer does not have the tensor any more."""
-
-
-class RowsLostError(Exception):
-    """Rows of several producers could not be fetched.
-
-    Args:
-        failed: each producer that could not send its rows, and why.
-
-    Attributes:
-        holders: these producers.
-        unreachable: those of them that this process cannot reach; the others are silent, or do not have the rows any more.
-    """
-
-    def __init__(self, failed: Sequence[tuple[str, EdgeError]]) -> None:
-        super().__init__("; ".join(str(error) for _, error in failed))
-        self.holders = tuple(holder for holder, _ in failed)
-        self.unreachable = tuple(holder for holder, error in failed if isinstance(error, HolderUnreachableError))
-
-
 class Edge:
     """The edge to one producer. The first fetch opens it. One fetch is performed after another. If the edge breaks, all of them fail.
 
     Args:
         holder: the producer, as it announced itself: HOST:PORT/INCARNATION.
         open_world: joins a new world with the producer, or raises an error.
-        on_ended: called with the world of the edge when it has ended, before its fetches fail; None: it was never open.
+        on_ended: called when the edge has ended, before its fetches fail.
         silent_s: a producer may be frozen when no heartbeat has arrived for this time.
 
     Attributes:
@@ -83,7 +46,7 @@ class Edge:
         self,
         holder: str,
         open_world: Callable[[str], Awaitable[World]],
-        on_ended: Callable[[Edge, World | None], object],
+        on_ended: Callable[[Edge], object],
         metrics: EdgeMetrics,
         silent_s: float,
     ) -> None:
@@ -96,20 +59,25 @@ class Edge:
         self._silent_s = silent_s
         self._turn = asyncio.Lock()
         self._channel: Channel | None = None
-        self._ending: EdgeError | None = None
+        self._ending = ""
         self._numbers = itertools.count(1)
         self._expected: tuple[int, torch.dtype, tuple[int, ...]] = (0, torch.uint8, ())
+
+    @property
+    def world(self) -> World | None:
+        """Of the two ends, once it is open."""
+        return None if self._channel is None else self._channel.world
 
     async def fetch(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
         """See `Edges.fetch`. If it is cancelled, the transfer still completes: otherwise the edge would break."""
         if len(self.tasks) >= _MAX_QUEUED:
-            raise HolderUnreachableError(f"{_MAX_QUEUED} fetches wait for {self.holder}")
+            raise RowsLostError(f"{_MAX_QUEUED} fetches wait for {self.holder}")
         task = asyncio.create_task(self._fetch(refs, dtype, shape, take=take))
         self.tasks.add(task)
         task.add_done_callback(self._fetched)
         while take and not (await asyncio.wait((task,), timeout=_LATE_S))[0]:
             if self._channel is not None and self._channel.world.silence_s() > self._silent_s:
-                raise ProducerSilentError(f"{self.holder} is silent")
+                raise RowsLostError(f"{self.holder} is silent")
         return await asyncio.shield(task)
 
     def _fetched(self, task: asyncio.Task[Tensor]) -> None:
@@ -119,9 +87,8 @@ class Edge:
 
     async def _fetch(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
         async with self._turn:
-            if self._ending is not None:
-                raise type(self._ending)(str(self._ending))
-            broke_before = self._channel is not None and self._channel.world.state.ended
+            if self._ending:
+                raise RowsLostError(self._ending)
             try:
                 if self._channel is None:
                     world = await self._open_world(self.holder)
@@ -130,19 +97,12 @@ class Edge:
             except Exception as error:
                 if not isinstance(error, _EXPECTED):
                     logger.exception("the edge to %s failed", self.holder)
-                why = str(error) or type(error).__name__
-                if self._channel is None:
-                    self._ending = HolderUnreachableError(f"no edge to {self.holder}: {why}")
-                elif isinstance(error, WorldError) and (
-                    broke_before or getattr(error, "cause", None) is not Cause.HANG
-                ):
-                    self._ending = EdgeBrokenError(f"the edge to {self.holder} broke: {why}")
-                else:
-                    self._ending = HolderUnreachableError(f"the edge to {self.holder} broke: {why}")
-                self._on_ended(self, None if self._channel is None else self._channel.world)
-                raise self._ending from error
+                what = "cannot be opened" if self._channel is None else "broke"
+                self._ending = f"the edge to {self.holder} {what}: {str(error) or type(error).__name__}"
+                self._on_ended(self)
+                raise RowsLostError(self._ending) from error
         if tensor is None:
-            raise TensorGoneError(f"{self.holder} does not have it any more")
+            raise RowsLostError(f"{self.holder} does not have it any more")
         return tensor
 
     async def _transfer(

@@ -19,19 +19,11 @@ from multiworld import AskError, Transport, World, WorldError, WorldManager
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.config.edges import EdgePortSettings
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.edges.edge import (
-    Edge,
-    EdgeBrokenError,
-    EdgeError,
-    HolderUnreachableError,
-    ProducerSilentError,
-    RowsLostError,
-    TensorGoneError,
-)
+from multiworld_serving.common.edges.edge import Edge
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.edges.store import TensorStore
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import MAX_FETCH_ROWS, RowRef, Source, row_refs
+from multiworld_serving.common.wire.inputs import MAX_FETCH_ROWS, RowRef, RowsLostError, Source, row_refs
 from multiworld_serving.common.wire.join import EdgeJoinRequest, JoinOffer
 from multiworld_serving.common.wire.message import Message, MessageKind, WireError
 
@@ -157,7 +149,7 @@ class Edges:
             rest: rows that were not kept, and their positions.
             take: see `fetch`.
         Raises:
-            RowsLostError: at least one producer could not send its rows.
+            RowsLostError: a producer could not send its rows.
         """
         shapes = [(len(source.at), *row_shape) for source in sources]
         found = await asyncio.gather(
@@ -168,16 +160,10 @@ class Edges:
             return_exceptions=True,
         )
         parts: list[tuple[Sequence[int], Tensor]] = []
-        failed: list[tuple[str, EdgeError]] = []
         for source, part in zip(sources, found, strict=True):
-            if isinstance(part, EdgeError):
-                failed.append((source.holder, part))
-            elif isinstance(part, BaseException):
+            if isinstance(part, BaseException):
                 raise part
-            else:
-                parts.append((source.at, part))
-        if failed:
-            raise RowsLostError(failed)
+            parts.append((source.at, part))
         if rest[0] is not None:
             parts.append((rest[1], rest[0]))
         if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(rows)):
@@ -197,39 +183,32 @@ class Edges:
             refs: at most 1024.
             shape: of the result: [rows, *sample shape].
             take: a client waits for these rows, and nobody else needs them; the producer may free them.
-        If the edge breaks, the fetch is repeated once over a new one.
         Raises:
-            HolderUnreachableError, ProducerSilentError, TensorGoneError: other producers are not affected. The second only with `take`.
+            RowsLostError: the producer cannot be reached, is silent, or has freed a tensor. Other producers are not affected.
         Cancelling does not end the edge. A large result may lie in shared memory of the producer, which uses this memory again when all
         tensors over it are dropped. It may be written: this changes only the memory of this process.
         """
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(_TOTAL_S):
-                try:
-                    tensor, transport = await self._fetch(holder, refs, dtype, shape, take=take)
-                except EdgeBrokenError:
-                    tensor, transport = await self._fetch(holder, refs, dtype, shape, take=take)
-        except TensorGoneError:
-            self._metrics.fetches["gone"].inc()
-            raise
-        except ProducerSilentError:
-            self._metrics.fetches["unreachable"].inc()
-            raise
-        except (HolderUnreachableError, TimeoutError) as error:
-            self._metrics.fetches["unreachable"].inc()
-            raise HolderUnreachableError(str(error) or f"{holder} did not send it within {_TOTAL_S:g} s") from error
+                edge = self._edge(holder)
+                tensor = await edge.fetch(refs, dtype, shape, take=take)
+        except (RowsLostError, TimeoutError) as error:
+            self._metrics.fetches["failed"].inc()
+            raise RowsLostError(str(error) or f"{holder} did not send it within {_TOTAL_S:g} s") from error
         self._metrics.fetches["fetched"].inc()
-        self._metrics.fetch_s[transport].observe(time.monotonic() - began_s)
+        self._metrics.fetch_s[edge.transport].observe(time.monotonic() - began_s)
         return tensor
 
-    async def _fetch(
-        self, holder: str, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool
-    ) -> tuple[Tensor, Transport]:
+    def _edge(self, holder: str) -> Edge:
+        """The edge to a producer; a new one if the previous one has broken."""
         edge = self._edges.get(holder)
+        if edge is not None and edge.world is not None and edge.world.state.ended and not edge.tasks:
+            self._forget(edge)
+            edge = None
         if edge is None:
             edge = self._edges[holder] = Edge(holder, self._open_world, self._forget, self._metrics, self._silent_s)
-        return await edge.fetch(refs, dtype, shape, take=take), edge.transport
+        return edge
 
     async def _open_world(self, holder: str) -> World:
         """Join a new world with a producer. Raises AskError, WorldError, ValueError, OSError."""
@@ -244,13 +223,13 @@ class Edges:
         self._metrics.open["received"].inc()
         return world
 
-    def _forget(self, edge: Edge, world: World | None) -> None:
+    def _forget(self, edge: Edge) -> None:
         """An edge has ended: the next fetch opens a new one."""
         del self._edges[edge.holder]
-        if world is not None:
+        if edge.world is not None:
             self._metrics.open["received"].dec()
             with contextlib.suppress(WorldError):
-                self._manager.remove_world(world.name)
+                self._manager.remove_world(edge.world.name)
 
     # What others fetch here.
 

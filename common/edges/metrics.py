@@ -7,8 +7,7 @@ from typing import Literal, get_args
 from multiworld import Transport
 from multiworld_serving.common.metrics import ProgramMetrics
 
-FetchOutcome = Literal["fetched", "gone", "unreachable"]
-"""gone: the producer does not have the tensor any more; unreachable: no edge could be opened, or it broke."""
+FetchOutcome = Literal["fetched", "failed"]
 Direction = Literal["sent", "received"]
 _FETCH_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 

@@ -3,10 +3,9 @@
     RequestRejected                  reason, detail, retry_after_s
     ├── OverloadedError             overloaded       retry after `retry_after_s`
     ├── DeadlineError               deadline         retry with a longer deadline
-    ├── NoReplicaError              no_replica       retry: a stage had no replica for long, or the input was lost too often
+    ├── NoReplicaError              no_replica       retry: a stage had no replica for long
     ├── NotReadyError               not_ready        retry: the pipeline has not been ready yet
     ├── DrainingError               draining         retry elsewhere: this leader is stopping
-    ├── InputUnreachableError       relay            a frontend sends the request again, with the input
     ├── PoisonError                 poison           do not retry: this request broke every world it was sent to
     ├── StageError                  stage_error      a stage raised an exception on this request
     ├── HandlerError                handler_failed   the user's handler failed on this request
@@ -81,7 +80,7 @@ class DeadlineError(RequestRejected, reason="deadline", status=504):
 
 
 class NoReplicaError(RequestRejected, reason="no_replica", status=503, retry_after_s=1.0):
-    """A stage had no replica for longer than `recovery_grace_s`, or the request's input was lost `max_attempts` times."""
+    """A stage had no replica for longer than `recovery_grace_s`."""
 
 
 class NotReadyError(RequestRejected, reason="not_ready", status=503, retry_after_s=1.0):
@@ -90,10 +89,6 @@ class NotReadyError(RequestRejected, reason="not_ready", status=503, retry_after
 
 class DrainingError(RequestRejected, reason="draining", status=503, retry_after_s=1.0):
     """The leader is stopping and takes no new requests."""
-
-
-class InputUnreachableError(RequestRejected, reason="relay", status=503):
-    """Only between a leader and a frontend, which sends the request again, with the input: a worker could not fetch it."""
 
 
 class PoisonError(RequestRejected, reason="poison", status=500):
@@ -180,7 +175,7 @@ def _leaves(root: type[RequestRejected] = RequestRejected) -> dict[str, type[Req
 
 
 STATUS_OF_REASON: Final = {
-    **{reason: leaf.status for reason, leaf in _leaves().items() if leaf is not InputUnreachableError},
+    **{reason: leaf.status for reason, leaf in _leaves().items()},
     "internal": 500,
 }
 """The HTTP status of every reason of an inference request, and of an unexpected exception. `administration` adds other reasons."""

@@ -18,6 +18,7 @@ from multiworld_serving.common.service.predictor import (
     ServedModel,
 )
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
+from multiworld_serving.common.wire.inputs import RowsLost
 from multiworld_serving.common.wire.protocol import Body, Failure, Protocol, rows_of_payload
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, ModelError
@@ -32,7 +33,7 @@ _MAX_ROWS = 1 << 16
 
 
 class Predict(Body, frozen=True):
-    """Frontend to leader: a request. Reply: Prediction or Rejection.
+    """Frontend to leader: a request. Reply: Prediction, RowsLost or Rejection.
 
     Attributes:
         timeout_s: seconds until its deadline.
@@ -40,8 +41,7 @@ class Predict(Body, frozen=True):
         rows: number of samples.
         tensor: id of the input that the frontend keeps, [rows, …]; None: the input is the payload.
         row_bytes: length of a row of the input, if lengths vary; otherwise 0.
-        fetches: whether the frontend can fetch the answer.
-        unreachable: a worker from which the frontend could not fetch the last answer.
+        relay: all tensors of the request pass the leader: the input is the payload, and the output that of the reply.
     """
 
     request_id: str
@@ -50,8 +50,7 @@ class Predict(Body, frozen=True):
     rows: Annotated[int, Meta(ge=1, le=_MAX_ROWS)] = 1
     tensor: int | None = None
     row_bytes: Annotated[int, Meta(ge=0, lt=_MAX_ROW)] = 0
-    fetches: bool = False
-    unreachable: str | None = None
+    relay: bool = False
 
 
 class Rejection(Failure, frozen=True):
@@ -138,7 +137,8 @@ class LeaderState(Body, frozen=True):
 
 
 FRONTEND_PROTOCOL = Protocol(
-    LeaderState | Predict | Prediction | Rejection | Operation | Step | Done | Follow | Scrape | Metrics, Rejection.of
+    LeaderState | Predict | Prediction | RowsLost | Rejection | Operation | Step | Done | Follow | Scrape | Metrics,
+    Rejection.of,
 )
 MAX_BYTES = 8 * MAX_ROW_BYTES
 """Maximum payload of one message."""

@@ -11,6 +11,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from multiworld_serving.common.wire.join import Holder
+from multiworld_serving.common.wire.protocol import Failure
 
 ALL_ROWS = -1
 """The row of a reference to a whole tensor."""
@@ -58,13 +59,26 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"{len(self.refs)} references for {len(self.at)} rows")
 
 
+class RowsLostError(Exception):
+    """Rows could not be fetched from the processes that keep them. Their request runs again with all tensors relayed by the leader."""
+
+
+class RowsLost(Failure, frozen=True):
+    """The reply to a batch or a request if the rows of an input could not be fetched."""
+
+    why: str
+
+    def error(self) -> Exception:
+        return RowsLostError(self.why)
+
+
 class BatchInputs(msgspec.Struct, frozen=True, array_like=True):
     """Where the rows of a batch are: at producers, or in the payload of the message. Rows that appear nowhere are zeros.
 
     Attributes:
         rows: number of rows of the batch.
         relayed: the rows that are in the payload, [len(relayed_at), *sample shape]; None if there are none.
-        keep: the output should stay at the worker; otherwise it comes with the result.
+        keep: the output should stay at the worker; otherwise it comes with the result, because everything of the batch is relayed.
         expires_s: after how many seconds the worker frees a kept output by itself; 0: not at all.
         row_bytes: length of packed rows: uint8 [row_bytes]; 0: they have the shape of the stage's input.
     """

@@ -13,7 +13,7 @@ import torch
 from msgspec import Meta
 
 from multiworld.texts import one_line
-from multiworld_serving.common.wire.inputs import BatchInputs
+from multiworld_serving.common.wire.inputs import BatchInputs, RowsLost
 from multiworld_serving.common.wire.join import EDGE_DTYPES
 from multiworld_serving.common.wire.protocol import Body, Failure, Protocol
 
@@ -80,7 +80,7 @@ class Refused(Body, frozen=True):
 
 
 class Batch(Body, frozen=True):
-    """Leader to worker: compute a batch. The payload has the rows `inputs.relayed`. Reply: Computed, LostInput or Failed."""
+    """Leader to worker: compute a batch. The payload has the rows `inputs.relayed`. Reply: Computed, RowsLost or Failed."""
 
     stage: int
     version: _Version
@@ -100,20 +100,6 @@ class Computed(Body, frozen=True):
     waited_us: Annotated[int, Meta(ge=0)]
     row_shape: Annotated[tuple[int, ...], Meta(max_length=8)]
     tensor: int | None = None
-
-
-class LostInput(Body, frozen=True):
-    """Worker to leader: why it could not get the input of a batch.
-
-    Attributes:
-        holders: the producers that could not send their rows.
-        unreachable: those of them that this worker cannot reach; the others do not have the rows any more.
-        detail: for the log.
-    """
-
-    holders: tuple[str, ...]
-    unreachable: tuple[str, ...]
-    detail: str
 
 
 class WorkFailedError(Exception):
@@ -173,7 +159,7 @@ WORKER_PROTOCOL = Protocol(
     | Refused
     | Batch
     | Computed
-    | LostInput
+    | RowsLost
     | Failed
     | Release
     | Unload

@@ -81,9 +81,6 @@ class LeaderMetrics(ProgramMetrics):
         self._link_bytes = self.counter(
             "link_bytes", "Bytes of batches on a link; sent is from the leader.", ("stage", "replica", "direction")
         )
-        self.inputs_lost = self.counter(
-            "inputs_lost", "Batches whose input a worker could not fetch, and whose images started again."
-        )
         relayed = self.counter(
             "relayed_bytes",
             "Bytes of images, outputs of stages and predictions that passed this leader, by the process that sent them.",

@@ -36,6 +36,7 @@ from multiworld_serving.common.service.messages import (
 from multiworld_serving.common.service.predictor import Prediction, ServedModel
 from multiworld_serving.common.service.snapshots import FrontendSnapshot
 from multiworld_serving.common.settings.leader import LeaderSettings
+from multiworld_serving.common.wire.inputs import RowsLost, RowsLostError
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer, JoinRequest, parse_join_request
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import WireError
@@ -174,7 +175,6 @@ class FrontendSessions:
             logger.info("frontend %s left: %s", request.frontend, ending)
         finally:
             self._sessions.discard(session)
-            self.leader.driver.batches.relays.forget(request.edge, request.frontend)
             with contextlib.suppress(WorldError):
                 await self.leader.manager.close_world(world.name)
             self.state_changed()
@@ -225,9 +225,7 @@ class FrontendSession:
 
     def _predict(self, number: int, request: Predict, payload: memoryview) -> None:
         """Start a prediction. Its outcome is sent by a callback: a task for each request would cost more than the rest of it."""
-        leader, who = self._sessions.leader, self.who
-        if request.unreachable is not None:
-            leader.driver.batches.relays.add(request.unreachable, who.frontend)
+        leader = self._sessions.leader
         try:
             pending = PendingRequest(
                 lambda outcome: self.link.finish(number, partial(_reply_of, outcome)),
@@ -235,7 +233,7 @@ class FrontendSession:
                 request.request_id,
                 time.monotonic() + request.timeout_s,
                 request.key,
-                who.frontend if request.fetches else None,
+                relay=request.relay,
             )
         except Exception as error:  # noqa: BLE001 - reported to the frontend
             self.link.reply_error(number, error)
@@ -246,6 +244,8 @@ class FrontendSession:
     def _inputs(self, request: Predict, payload: memoryview) -> RequestInput:
         """The rows of a request, or where they are. Raises ValueError if they are invalid."""
         rows, row_bytes = self._sessions.model.input_rows, request.row_bytes
+        if request.relay and request.tensor is not None:
+            raise ValueError("an input that is kept, of a request whose tensors are relayed")
         if request.tensor is None:
             self._sessions.metrics.relayed_from_frontends.inc(len(payload))
             return parse_rows(payload, request.rows, rows)
@@ -269,7 +269,9 @@ class FrontendSession:
 
 
 def _reply_of(found: Prediction | Exception) -> Reply:
-    """Raises the exception that it is."""
+    """Raises the exception that it is, unless the frontend sends the request again."""
+    if isinstance(found, RowsLostError):
+        return RowsLost(str(found)), b""
     if isinstance(found, Exception):
         raise found
     payload = rows_payload(found.output)

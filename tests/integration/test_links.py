@@ -17,7 +17,7 @@ from multiworld import Cause, World, WorldManager
 from multiworld.ops.p2p import send_message
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import BatchInputs
+from multiworld_serving.common.wire.inputs import BatchInputs, RowsLost
 from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinRequest
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, Message, MessageKind
@@ -28,7 +28,6 @@ from multiworld_serving.common.wire.work import (
     Failed,
     Leaving,
     Loaded,
-    LostInput,
     Restart,
     Weights,
     WorkFailedError,
@@ -95,7 +94,7 @@ class Heard:
     states: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     results: asyncio.Queue[Returned] = field(default_factory=asyncio.Queue)
     failures: asyncio.Queue[tuple[int, str]] = field(default_factory=asyncio.Queue)
-    lost: asyncio.Queue[tuple[int, LostInput]] = field(default_factory=asyncio.Queue)
+    lost: asyncio.Queue[tuple[int, RowsLost]] = field(default_factory=asyncio.Queue)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_state(self, link: WorkerLink) -> None:
@@ -109,7 +108,7 @@ class Heard:
         match outcome:
             case Failed(why):
                 self.failures.put_nowait((sent.batch, why))
-            case LostInput():
+            case RowsLost():
                 self.lost.put_nowait((sent.batch, outcome))
             case Computed():
                 assert output is not None

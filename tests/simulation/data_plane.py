@@ -1,7 +1,7 @@
 """The tensors of a simulated service: which worker keeps which output, who can fetch it, and which edges are cut.
 
-Takes the driver's part (references, releases, requests that are handed back) and the frontends' part (they keep the inputs of their
-requests). All of it is idle in scenarios without edges.
+Takes the driver's part (references, releases, requests whose input is lost) and the frontends' part (they keep the inputs of their
+requests, and send a request again if a tensor of it is lost). All of it is idle in scenarios without edges.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from multiworld_serving.server.leader.scheduling.actions import KeepOutput, SendBatch
-from multiworld_serving.server.leader.scheduling.events import BatchDone, Event, InputLost
+from multiworld_serving.server.leader.scheduling.events import BatchDone, BatchFailed, Event, RequestCancelled
 from tests.simulation.workers import HEARTBEAT_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class DataPlane:
         self._holders: dict[int, str] = {}
         """The link that keeps the input of a batch."""
         self._cut_until_s: dict[frozenset[str], float] = {}
-        self._relayed: set[str] = set()
-        """Producers from which a worker could not fetch. Their outputs come with the results until they join again."""
+        self._relayed: set[int] = set()
+        """Requests whose tensors pass the leader, because one could not be fetched."""
 
     @property
     def idle(self) -> bool:
@@ -63,21 +63,17 @@ class DataPlane:
         release = self._simulator.workers_by_link[link].release
         self._event_queue.after(self._delay_s(), partial(release, link, batch))
 
-    def is_relayed(self, producer: str) -> bool:
-        """Whether the outputs of this worker come with the results, because somebody could not fetch one."""
-        return producer in self._relayed
+    def is_relayed(self, send: SendBatch) -> bool:
+        """Whether all tensors of this batch pass the leader."""
+        return not self._relayed.isdisjoint(send.requests)
 
-    def forget(self, worker: str) -> None:
-        """The worker joins again: edges to it are tried again."""
-        self._relayed.discard(worker)
-
-    def lose_input(self, event: InputLost, requests: tuple[int, ...], worker: Worker) -> None:
-        """Hand the requests that this worker cannot get back to their frontends, then report the loss."""
-        if (holder := self._holders.get(event.batch)) is not None:
-            self._relayed.add(self._simulator.workers_by_link[holder].name)
-        for request in self._unreachable(requests, worker):
-            self._simulator.cancel(request, "handed_back")
-        self._simulator.deliver(event)
+    def lose_input(self, send: SendBatch) -> None:
+        """End the requests of this batch. Their frontends send them again, and the leader relays their tensors."""
+        for request in [each for each in send.requests if each in self._simulator.open and each not in self._relayed]:
+            self._relayed.add(request)
+            self._simulator.deliver(RequestCancelled(request))
+            self._event_queue.after(self._delay_s(), partial(self._simulator.submit, request, "relay "))
+        self._simulator.deliver(BatchFailed(send.batch, send.replica, "the input is lost", sent=False))
 
     # Edges.
 
@@ -87,14 +83,15 @@ class DataPlane:
 
     def fetch(self, send: SendBatch, holder: str | None, worker: Worker, then: Callable[[bool], None]) -> None:
         """Get the input of a batch for this worker, and call `then` with the success. It fails within a bounded time."""
-        if not self._simulator.scenario.edges or (send.stage > 0 and holder is None):
+        if not self._simulator.scenario.edges or self.is_relayed(send) or (send.stage > 0 and holder is None):
             then(True)
         else:
             self._event_queue.after(self._delay_s(), partial(self._serve, send, holder, worker, then))
 
     def _serve(self, send: SendBatch, holder: str | None, worker: Worker, then: Callable[[bool], None]) -> None:
         if holder is None:
-            found = not self._unreachable(send.requests, worker)
+            frontends = {FRONTENDS[each % len(FRONTENDS)] for each in send.requests if each in self._simulator.open}
+            found = not any(self._is_cut(frontend, worker.name) for frontend in frontends)
         else:
             producer = self._simulator.workers_by_link[holder]
             found = not self._is_cut(producer.name, worker.name) and producer.keeps(holder, send.batch)
@@ -103,12 +100,6 @@ class DataPlane:
                 return
         delay_s = self._delay_s() if found else self._random.uniform(0.0, _FETCH_TIMEOUT_S)
         self._event_queue.after(delay_s, partial(then, found))
-
-    def _unreachable(self, requests: tuple[int, ...], worker: Worker) -> list[int]:
-        """Open requests whose frontend this worker cannot reach."""
-        open_requests = self._simulator.open
-        frontends = {request: FRONTENDS[request % len(FRONTENDS)] for request in requests if request in open_requests}
-        return [request for request, frontend in frontends.items() if self._is_cut(frontend, worker.name)]
 
     def _is_cut(self, one: str, other: str) -> bool:
         return self._event_queue.now_s < self._cut_until_s.get(frozenset((one, other)), 0.0)

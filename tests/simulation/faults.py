@@ -9,7 +9,6 @@ from multiworld_serving.server.leader.scheduling.events import (
     BatchDone,
     BatchFailed,
     Event,
-    InputLost,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
@@ -129,7 +128,6 @@ def _garbage(simulator: Simulator, random: Random) -> Event:
     events: list[Event] = [
         BatchDone(batch, link),
         BatchFailed(batch, link, "late"),
-        InputLost(batch, link),
         ReplicaLost(link, "exit"),
         ReplicaDraining(link),
         RequestCancelled(random.randrange(1, 1_000_000)),

@@ -81,8 +81,8 @@ class Simulator:
         """Compute outcome by request; requests without an entry are healthy."""
         self.outcomes: dict[int, str] = {}
         """Result by request: "answered", "cancelled" or the reason of the rejection."""
-        self.open: dict[int, None] = {}
-        """Requests without a result, in order of arrival."""
+        self.open: dict[int, tuple[float, str]] = {}
+        """Requests without a result, in order of arrival, with their deadline and key."""
         self.workers: dict[str, Worker] = {}
         self.workers_by_link: dict[str, Worker] = {}
         self.data_plane = DataPlane(self)
@@ -125,10 +125,10 @@ class Simulator:
         if wakeup_s is not None and (self._wakeup_s is None or wakeup_s < self._wakeup_s):
             self._schedule_tick(wakeup_s)
 
-    def cancel(self, request: int, outcome: str = "cancelled") -> None:
-        """Cancel a request on behalf of its client, or hand it back to its frontend."""
+    def cancel(self, request: int) -> None:
+        """Cancel a request on behalf of its client."""
         if request in self.open:
-            self.close(request, outcome)
+            self.close(request, "cancelled")
         self.deliver(RequestCancelled(request))
 
     def compute_outcome_of(self, send: SendBatch) -> ComputeOutcome:
@@ -162,12 +162,18 @@ class Simulator:
         self, request: int, timeout_s: float, key: str, compute_outcome: ComputeOutcome, cancel_after_s: float | None
     ) -> None:
         """A client sends a request."""
-        self.open[request] = None
+        self.open[request] = self.event_queue.now_s + timeout_s, key
         if compute_outcome != "answer":
             self.compute_outcomes[request] = compute_outcome
         if cancel_after_s is not None:
             self.event_queue.after(cancel_after_s, partial(self.cancel, request))
-        self.deliver(RequestArrived(request, self.event_queue.now_s + timeout_s, key))
+        self.submit(request)
+
+    def submit(self, request: int, kind: str = "") -> None:
+        """A frontend sends a request to the leader, unless its client has cancelled it. Only requests of one kind share a batch."""
+        if request in self.open:
+            deadline_s, key = self.open[request]
+            self.deliver(RequestArrived(request, deadline_s, kind + key))
 
     def close(self, request: int, outcome: str) -> None:
         """Record the result of a request."""
@@ -193,13 +199,12 @@ class Simulator:
         """Stop arrivals and faults, let all workers recover; assert that every request is closed and every output released."""
         ended_s = self.event_queue.now_s
         self.ending = True
-        while self.scheduler.open_requests or not self.data_plane.idle:
-            what = "requests are open" if self.scheduler.open_requests else "outputs are retained"
+        while self.open or self.scheduler.open_requests or not self.data_plane.idle:
+            what = "requests are open" if self.open else "outputs are retained"
             assert self.event_queue.step(), f"{what} and no further event is scheduled"
             assert self.event_queue.now_s < ended_s + _SETTLE_TIMEOUT_S, (
                 f"{what} {_SETTLE_TIMEOUT_S:g} s after the load ended"
             )
-        assert not self.open, "a request was neither answered nor refused"
         self.deliver(Drain())
         self._checker.check_finished()
 
@@ -228,7 +233,7 @@ def run_case(scenario: Scenario, seed: int, max_events: int, *, trace: Trace | N
 def check_outcomes(simulator: Simulator) -> None:
     """Assert that every request got a result that the scenario allows. Raises AssertionError."""
     scenario, outcomes, compute_outcomes = simulator.scenario, simulator.outcomes, simulator.compute_outcomes
-    always_allowed = {"cancelled", "handed_back", "not_ready", *scenario.allowed_refusals}
+    always_allowed = {"cancelled", "not_ready", *scenario.allowed_refusals}
     healthy = {outcome for request, outcome in outcomes.items() if request not in compute_outcomes}
     wrong = healthy - always_allowed - {"answered"}
     assert not wrong, f"healthy requests were refused as {sorted(wrong)}"

@@ -51,7 +51,7 @@ def longest_s(simulator: Simulator) -> float:
     longest_s = 0.0
     for now_s, event, actions in simulator.trace:
         if isinstance(event, RequestArrived):
-            arrived_s[event.request] = now_s
+            arrived_s.setdefault(event.request, now_s)
         for answer in (action for action in actions if isinstance(action, Answer) and now_s > WARM_S):
             longest_s = max(longest_s, *(now_s - arrived_s[request] for request, _ in answer.rows))
     return longest_s

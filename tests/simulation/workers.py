@@ -12,7 +12,6 @@ from multiworld_serving.server.leader.scheduling.actions import SendBatch
 from multiworld_serving.server.leader.scheduling.events import (
     BatchDone,
     BatchFailed,
-    InputLost,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
@@ -64,7 +63,6 @@ class Worker:
         self._queue.clear()
         self._dies_after_reply = False
         self._simulator.workers_by_link[self.link] = self
-        self._simulator.data_plane.forget(self.name)
         self._simulator.deliver(ReplicaReady(self.link, self.stage, f"v{self.version}"))
         if self._flapping and self._random.random() < 0.3:
             self.kill()
@@ -179,8 +177,7 @@ class Worker:
             self._queue.append(send)
             self._compute_next()
         else:
-            lost = InputLost(send.batch, send.replica)
-            self._report(partial(self._simulator.data_plane.lose_input, lost, send.requests, self))
+            self._report(partial(self._simulator.data_plane.lose_input, send))
 
     def _compute_next(self) -> None:
         if self._computing or self._frozen or not self._queue:
@@ -219,7 +216,7 @@ class Worker:
             return
         kept = (
             self._scenario.edges
-            and not self._simulator.data_plane.is_relayed(self.name)
+            and not self._simulator.data_plane.is_relayed(send)
             and len(self.retained) < self._scenario.max_retained
         )
         if kept:

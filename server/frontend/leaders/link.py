@@ -47,7 +47,6 @@ class LeaderLink:
         name: of the leader, as known from its last state.
         was_ready: whether the leader has been ready since this link was formed.
         is_silent: whether the leader may be frozen; see `LeaderPool.on_silent`.
-        relays: whether inputs are sent to the leader, because a worker could not fetch one since this link was formed.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class LeaderLink:
         self.name: str | None = None
         self.was_ready = False
         self.is_silent = False
-        self.relays = False
         self._settings = settings
         self._pool = pool
         self._link: Link | None = None
@@ -197,5 +195,5 @@ class LeaderLink:
                 raise ValueError(f"unexpected {type(body).__name__} from a leader")
 
     def _on_lost(self) -> None:
-        self._link, self.state, self.was_ready, self.is_silent, self.relays = None, None, False, False, False
+        self._link, self.state, self.was_ready, self.is_silent = None, None, False, False
         self._pool.on_state()

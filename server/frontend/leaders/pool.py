@@ -8,8 +8,7 @@ A frontend keeps each request and its decoded input until it is answered, so it 
     the leader is lost             the next leader that is ready; after two leaders failed with the same request it is rejected as poison
     no heartbeat of it arrives     the next leader, before it is clear that the first one is lost; a late answer of the first one is dropped
     overloaded, no replica, …      one other leader, once, so that overload is not amplified
-    a worker cannot fetch it       the same leader, with the input, as all requests until the leader is joined again
-    the answer cannot be fetched   a leader, which relays the answer
+    a tensor cannot be fetched     a leader, which relays all tensors of the request
     the leader drains              another leader; the same one if there is no other and the request had been admitted
     no leader is usable            wait up to `recovery_grace_s`, then 503
 
@@ -38,7 +37,7 @@ from multiworld_serving.common.wire.link import LinkLostError
 from multiworld_serving.common.wire.protocol import Received, rows_payload
 from multiworld_serving.server.frontend.leaders.link import LeaderLink
 from multiworld_serving.server.frontend.leaders.order import LeaderOrder
-from multiworld_serving.server.frontend.leaders.resending import FAILURES, Resending
+from multiworld_serving.server.frontend.leaders.resending import FAILURES, Relaying, Resending
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 
 logger = logging.getLogger(__name__)
@@ -99,6 +98,7 @@ class LeaderPool:
         self._on_change = on_change
         self._last = PipelineSnapshot(name, "", False, False, 0.0, 0, 0, ())
         self._overload = _Overload(OverloadedError(""))
+        self._relaying = Relaying()
         self.edges = edges
 
     # -- requests --------------------------------------------------------------------------------------------------------------
@@ -142,9 +142,8 @@ class LeaderPool:
         """
         row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
         store = self.edges.store
-        number = store.put(self, rows)
-        request = Predict(request_id, 0.0, key, len(rows), number, row_bytes, fetches=True)
-        sending = Resending(request, self.leaders, self.metrics, self.name)
+        sending = Resending(self.leaders, self._relaying, self.metrics, self.name)
+        number = None if sending.relay else store.put(self, rows)
         try:
             while True:
                 link = self.leaders.choose(sending.rejected)
@@ -153,10 +152,8 @@ class LeaderPool:
                         raise next(iter(sending.rejected.values()))
                     await self._wait_for_leader(deadline_s)
                     continue
-                tensor = None if link.relays else number
-                message = msgspec.structs.replace(
-                    sending.request, timeout_s=deadline_s - time.monotonic(), tensor=tensor
-                )
+                tensor, left_s = None if sending.relay else number, deadline_s - time.monotonic()
+                message = Predict(request_id, left_s, key, len(rows), tensor, row_bytes, sending.relay)
                 payload = rows_payload(rows) if tensor is None else b""
                 sending.holders += 1
                 try:

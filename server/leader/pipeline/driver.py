@@ -14,7 +14,8 @@ from torch import Tensor
 
 from multiworld import Cause
 from multiworld.texts import one_line
-from multiworld_serving.common.wire.work import Computed, Failed, LostInput
+from multiworld_serving.common.wire.inputs import RowsLost
+from multiworld_serving.common.wire.work import Computed, Failed
 from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.pipeline.batches import Batches
 from multiworld_serving.server.leader.pipeline.inputs import relayed_bytes
@@ -79,7 +80,7 @@ class SchedulerDriver:
     ) -> None:
         self.scheduler = Scheduler(config)
         self.requests = Requests(model, metrics, versions, self._arrive, self.submit_event)
-        self.batches = Batches(config.num_stages, self.requests, metrics, self.submit_event)
+        self.batches = Batches(config.num_stages, self.requests, metrics)
         self.released: list[tuple[Worker, int]] = []
         self._metrics = metrics
         self._after_event = after_event
@@ -119,7 +120,6 @@ class SchedulerDriver:
             self.submit_event(ReplicaLost(replica, worker.ending.cause if worker.ending else ""))
             self.batches.replicas.pop(replica, None)
         worker.replicas.clear()
-        self.batches.relays.forget(worker.request.edge, worker.name)
 
     def in_flight(self, worker: Worker) -> int:
         """Batches in flight at this worker."""
@@ -132,7 +132,7 @@ class SchedulerDriver:
         match outcome:
             case Failed():
                 self._on_failed(worker, sent, str(outcome.error()))
-            case LostInput():
+            case RowsLost():
                 self._on_input_lost(worker, sent, outcome)
             case Computed():
                 assert output is not None, "it was computed"
@@ -155,13 +155,11 @@ class SchedulerDriver:
             BatchDone(sent.batch, sent.replica, compute_s, transfer_s, isinstance(output, KeptOutput)), output
         )
 
-    def _on_input_lost(self, worker: Worker, sent: SentBatch, lost: LostInput) -> None:
-        logger.warning("world=%s batch=%d the input is lost: %s", worker.id.world, sent.batch, one_line(lost.detail))
-        # A worker that does not have the output that it must have is relayed too.
-        keeps_nothing = self.batches.is_kept_at(sent.batch, lost.holders)
-        for holder in lost.holders if keeps_nothing else lost.unreachable:
-            self.batches.relays.add(holder, worker.name)
-        self.batches.lose_input(sent.batch, sent.replica, sent.requests, lost.holders)
+    def _on_input_lost(self, worker: Worker, sent: SentBatch, lost: RowsLost) -> None:
+        why = one_line(lost.why)
+        logger.warning("world=%s batch=%d the input is lost: %s", worker.id.world, sent.batch, why)
+        self.requests.lose_input(sent.requests, why)
+        self.submit_event(BatchFailed(sent.batch, sent.replica, why, sent=False))
 
     def _on_failed(self, worker: Worker, sent: SentBatch, error: str) -> None:
         logger.warning("world=%s generation=%d batch=%d failed: %s", *worker.id, sent.batch, error)

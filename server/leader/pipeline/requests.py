@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple, TypeAlias
@@ -16,14 +16,13 @@ from torch import Tensor
 from multiworld_serving.common.service.errors import (
     DeadlineError,
     DrainingError,
-    InputUnreachableError,
     RequestRejected,
     StageError,
 )
 from multiworld_serving.common.service.predictor import ModelVersion, Prediction
-from multiworld_serving.common.wire.inputs import Source
+from multiworld_serving.common.wire.inputs import RowsLostError, Source
 from multiworld_serving.server.leader.metrics import LeaderMetrics
-from multiworld_serving.server.leader.pipeline.inputs import RemoteInput, RequestInput, rows_of
+from multiworld_serving.server.leader.pipeline.inputs import RequestInput, rows_of
 from multiworld_serving.server.leader.replicas.worker_link import KeptOutput
 from multiworld_serving.server.leader.scheduling.actions import Answer, Reject
 from multiworld_serving.server.leader.scheduling.events import RequestArrived, RequestCancelled
@@ -62,8 +61,8 @@ class PendingRequest:
     Attributes:
         on_outcome: called once, with the prediction or the reason why there is none; not after `Requests.cancel`. Must not raise.
         key: requests with equal keys can be computed together.
-        fetcher: the frontend that fetches the output from the workers (`Prediction.kept`) if they keep it; None: the prediction has the
-            output.
+        relay: all tensors of the request pass this leader. It shares batches only with other relayed requests, so that none of them has
+            an input that a worker must fetch.
         open: the samples without an outcome, by their ids at the scheduler.
     """
 
@@ -72,7 +71,7 @@ class PendingRequest:
     request_id: str
     deadline_s: float
     key: str = ""
-    fetcher: str | None = None
+    relay: bool = False
     arrived_s: float = field(default_factory=time.monotonic)
     ended: bool = False
     open: dict[int, int] = field(default_factory=dict)
@@ -180,15 +179,14 @@ class Requests:
         found = ((self.pending.get(request), request) for request in requests)
         return [None if pending is None else (pending.input, pending.open[request]) for pending, request in found]
 
-    def fetchers(self, requests: Sequence[int]) -> set[str | None]:
-        """The frontends that fetch the outputs of these samples themselves; None if the leader needs one."""
-        return {pending.fetcher for request in requests if (pending := self.pending.get(request)) is not None}
+    def are_relayed(self, requests: Sequence[int]) -> bool:
+        """Whether all tensors of these samples, which have equal keys, pass this leader."""
+        return any(pending.relay for pending in filter(None, map(self.pending.get, requests)))
 
-    def hand_back(self, requests: Sequence[int], holders: Collection[str]) -> None:
-        """End those of the requests whose input is at one of `holders`: a worker cannot fetch it."""
+    def lose_input(self, requests: Sequence[int], why: str) -> None:
+        """End the requests of these samples with `RowsLostError`: their frontends send them again, relayed."""
         for pending in filter(None, map(self.pending.get, requests)):
-            if isinstance(pending.input, RemoteInput) and pending.input.holder in holders:
-                self._end(pending, InputUnreachableError("a worker cannot fetch the input from its frontend"))
+            self._end(pending, RowsLostError(why))
 
     def answer(
         self,
@@ -244,7 +242,8 @@ class Requests:
         for request, at in zip(ids, samples, strict=True):
             pending.open[request] = at
             self.pending[request] = pending
-        self._arrive(RequestArrived(ids[0], pending.deadline_s, pending.key, len(ids)))
+        key = f"relay {pending.key}" if pending.relay else pending.key
+        self._arrive(RequestArrived(ids[0], pending.deadline_s, key, len(ids)))
 
     def _finish(self, pending: PendingRequest, current: str | None) -> None:
         """All samples are computed: answer, or compute those of a former version again."""

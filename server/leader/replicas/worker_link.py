@@ -16,7 +16,7 @@ from multiworld import BrokenWorldException, Cause, JoinError, World, WorldManag
 from multiworld.texts import one_line
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.service.snapshots import ReplicaState
-from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
+from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, RowsLost, Source
 from multiworld_serving.common.wire.join import JoinOffer
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.message import WireError
@@ -27,7 +27,6 @@ from multiworld_serving.common.wire.work import (
     Computed,
     Failed,
     Leaving,
-    LostInput,
     Obeys,
     Release,
     Restart,
@@ -82,7 +81,7 @@ class KeptOutput:
         self.link.release(self.tensor)
 
 
-Outcome = Computed | Failed | LostInput
+Outcome = Computed | Failed | RowsLost
 """Of a batch."""
 
 
@@ -269,8 +268,10 @@ class WorkerLink:
             output = _output_of(
                 self, self._loading.plan_of(sent), outcome, found.payload, len(sent.requests), keep=keep
             )
-        elif not isinstance(outcome, Failed | LostInput):
+        elif not isinstance(outcome, Failed | RowsLost):
             raise WireError(f"unexpected {type(outcome).__name__} about a batch")
+        elif isinstance(outcome, RowsLost) and not keep:
+            raise WireError("the worker has lost rows that were sent to it")
         self._on_batch(self.worker, sent, outcome, output)
 
     def _release(self) -> None:

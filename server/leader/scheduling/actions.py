@@ -21,7 +21,7 @@ class SendBatch:
 
     For stage 0 and kind "first": stack the rows of `requests` in this order and store the result as the batch's input.
     Otherwise send the stored input or reference. The driver keeps it until `KeepOutput` or `FreeBatch`. An input is never sent after its
-    holder was removed (`ReplicaLost`, `FailReplica`, `ReleaseReplica`) or a replica could not get it (`InputLost`).
+    holder was removed (`ReplicaLost`, `FailReplica`, `ReleaseReplica`).
     """
 
     batch: BatchId

@@ -74,19 +74,11 @@ class BatchDone:
 
 
 @dataclass(frozen=True, slots=True)
-class InputLost:
-    """The replica could not get the batch's input: the holder is gone or cannot be reached. The replica still runs.
-
-    Before this event, the driver cancels the requests that it hands back to their frontends.
-    """
-
-    batch: BatchId
-    replica: ReplicaId
-
-
-@dataclass(frozen=True, slots=True)
 class BatchFailed:
-    """The stage raised an exception on this batch. The worker still runs."""
+    """The stage raised an exception on this batch, or the worker could not get the input. The worker still runs.
+
+    If it could not get the input, the driver has cancelled all requests of the batch before this event.
+    """
 
     batch: BatchId
     replica: ReplicaId
@@ -115,7 +107,6 @@ Event: TypeAlias = (
     | ReplicaLost
     | BatchDone
     | BatchFailed
-    | InputLost
     | Tick
     | Drain
 )

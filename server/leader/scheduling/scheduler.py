@@ -21,7 +21,6 @@ from multiworld_serving.server.leader.scheduling.events import (
     BatchFailed,
     Drain,
     Events,
-    InputLost,
     ReplicaDraining,
     ReplicaId,
     ReplicaLost,
@@ -124,7 +123,7 @@ class Scheduler(SchedulerState):
                     self._arrived(arrived)
             case RequestArrived():
                 self._arrived(event)
-            case BatchDone() | BatchFailed() | InputLost():
+            case BatchDone() | BatchFailed():
                 self._returned(event)
             case RequestCancelled():
                 self._cancelled(event)
@@ -177,7 +176,7 @@ class Scheduler(SchedulerState):
 
     # -- batches that return -----------------------------------------------------------------------------------------------
 
-    def _returned(self, event: BatchDone | BatchFailed | InputLost) -> None:
+    def _returned(self, event: BatchDone | BatchFailed) -> None:
         """Free the attempt's place in the replica's window. Without effect on the batch if the attempt was abandoned."""
         replica = self.table.replicas.get(event.replica)
         attempt = replica.in_flight.get(event.batch) if replica else None
@@ -190,14 +189,10 @@ class Scheduler(SchedulerState):
             self.fit_batch_size()
         if not attempt.detach():
             return
-        match event:
-            case BatchDone():
-                self._done(attempt, kept=event.kept)
-            case BatchFailed():
-                self._failed(attempt, event)
-            case InputLost():
-                self.attempt_failed(attempt)
-                self.lose_input(attempt.batch)
+        if isinstance(event, BatchDone):
+            self._done(attempt, kept=event.kept)
+        else:
+            self._failed(attempt, event)
 
     def _done(self, attempt: Attempt, *, kept: bool) -> None:
         batch = attempt.batch

@@ -17,7 +17,6 @@ from multiworld_serving.server.leader.scheduling.events import (
     BatchFailed,
     Drain,
     Event,
-    InputLost,
     ReplicaDraining,
     ReplicaLost,
     ReplicaReady,
@@ -143,8 +142,6 @@ class ReferenceModel:
                 return self._return_copy(event.batch, event.replica, now_s)
             case BatchFailed():
                 return self._fail_copy(event, now_s)
-            case InputLost():
-                self._lose_input(self._return_copy(event.batch, event.replica, now_s))
             case Drain():
                 self.draining = True
         return None
@@ -301,7 +298,7 @@ class ReferenceModel:
 
     def _fail_copy(self, event: BatchFailed, now_s: float) -> BatchEntry | None:
         link = self.links.get(event.replica)
-        if link is not None and event.batch in link.in_flight:
+        if event.sent and link is not None and event.batch in link.in_flight:
             link.failures += 1
         batch = self._return_copy(event.batch, event.replica, now_s)
         if batch is not None:

@@ -30,7 +30,7 @@ class SchedulerHarness:
     def handle(self, event: events.Event, after_s: float = 0.0) -> list[Action]:
         self.now_s += after_s
         actions = self.scheduler.handle(event, self.now_s)
-        if isinstance(event, events.BatchDone | events.BatchFailed | events.InputLost):
+        if isinstance(event, events.BatchDone | events.BatchFailed):
             self.in_flight.pop((event.batch, event.replica), None)
         elif isinstance(event, events.ReplicaLost):
             self.in_flight = {key: send for key, send in self.in_flight.items() if send.replica != event.replica}
@@ -54,9 +54,6 @@ class SchedulerHarness:
 
     def done(self, send: SendBatch, after_s: float = 0.0, *, kept: bool = False) -> list[Action]:
         return self.handle(events.BatchDone(send.batch, send.replica, kept=kept), after_s)
-
-    def input_lost(self, send: SendBatch) -> list[Action]:
-        return self.handle(events.InputLost(send.batch, send.replica))
 
     def failed(self, send: SendBatch, error: str = "ValueError: no", *, by_input: bool = False) -> list[Action]:
         return self.handle(events.BatchFailed(send.batch, send.replica, error, by_input=by_input))

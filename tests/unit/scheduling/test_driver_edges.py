@@ -1,4 +1,4 @@
-"""SchedulerDriver with data edges: it sends references, releases what is not needed, and relays what cannot be fetched."""
+"""SchedulerDriver with data edges: it sends references, releases what is not needed, and relays requests on demand."""
 
 import asyncio
 from typing import cast
@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.service.errors import InputUnreachableError
 from multiworld_serving.common.service.predictor import Prediction
-from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
-from multiworld_serving.common.wire.work import Computed, LostInput
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, RowsLost, RowsLostError, Source
+from multiworld_serving.common.wire.work import Computed
 from multiworld_serving.server.leader.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.leader.replicas.worker import SentBatch
 from multiworld_serving.server.leader.replicas.worker_link import KeptOutput, WorkerLink
@@ -31,9 +30,9 @@ class Bench(DriverBench):
         super().__init__(config, replicas=1, edges=True)
         self._tensor = 0
 
-    async def ask(self, image: RequestInput, fetcher: str | None = "f") -> asyncio.Future[Prediction]:
+    async def ask(self, image: RequestInput, *, relay: bool = False) -> asyncio.Future[Prediction]:
         inputs = image[None] if isinstance(image, Tensor) else image
-        asked = self.begin(inputs, fetcher=fetcher)
+        asked = self.begin(inputs, relay=relay)
         await asyncio.sleep(0)
         return asked
 
@@ -43,9 +42,6 @@ class Bench(DriverBench):
         output = KeptOutput(cast(WorkerLink, line), self._tensor, len(sent.requests))
         self.report(line, sent, Computed(5, 5, (5,), self._tensor), output)
         return self._tensor
-
-    def lost(self, line: Line, sent: SentBatch, *holders: str, unreachable: bool = True) -> None:
-        self.report(line, sent, LostInput(holders, holders if unreachable else (), "why"))
 
     @property
     def relayed(self) -> float:
@@ -88,51 +84,33 @@ async def test_batch_has_rows_of_several_frontends_and_of_the_leader() -> None:
     assert [(each.holder, each.at) for each in inputs.sources] == [(FRONTEND, (0,)), ("10.0.0.8:1/g", (1,))]
 
 
-async def test_image_that_a_worker_cannot_fetch_is_handed_back_and_others_start_again() -> None:
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_requests_of_a_batch_are_ended_when_its_input_cannot_be_fetched(stage: int) -> None:
     bench = Bench(pairs=True)
-    first = bench.lines[0]
-    far = await bench.ask(RemoteInput(FRONTEND, 1))
-    await bench.ask(RemoteInput("10.0.0.8:1/g", 2))
-    batch, _ = first.sent.get_nowait()
-    bench.lost(first, batch, FRONTEND)
-    with pytest.raises(InputUnreachableError):
-        await far
-    again = await bench.ask(RemoteInput(FRONTEND, 5))
-    await bench.ask(IMAGE)
-    _, inputs = first.sent.get_nowait()
-    assert [each.holder for each in inputs.sources] == ["10.0.0.8:1/g"]
-    with pytest.raises(InputUnreachableError):  # known now: the worker is not asked again
-        await again
-    assert first.sent.empty()
+    line = bench.lines[stage]
+    asked = [await bench.ask(image) for image in (RemoteInput(FRONTEND, 1), IMAGE)]
+    if stage:
+        bench.kept(bench.lines[0], bench.lines[0].sent.get_nowait()[0])
+    bench.report(line, line.sent.get_nowait()[0], RowsLost("far away"))
+    for each in asked:
+        with pytest.raises(RowsLostError, match="far away"):
+            await each
+    assert bench.lines[0].released == [1] * stage
+    assert not len(bench.driver.batches)
+    assert bench.driver.scheduler.open_requests == 0
 
 
-async def test_batch_starts_again_and_is_relayed_when_workers_cannot_reach_each_other() -> None:
-    bench = Bench()
+async def test_relayed_requests_share_no_batch_with_others_and_all_outputs_pass_the_leader() -> None:
+    bench = Bench(pairs=True)
     first, second = bench.lines
-    await bench.ask(RemoteInput(FRONTEND, 7))
-    output = bench.kept(first, first.sent.get_nowait()[0])
-    batch, _ = second.sent.get_nowait()
-    bench.lost(second, batch, first.edge)
-    assert first.released == [output]
+    for image, relay in ((IMAGE, True), (RemoteInput(FRONTEND, 1), False), (IMAGE + 1, True), (IMAGE, False)):
+        await bench.ask(image, relay=relay)
     batch, inputs = first.sent.get_nowait()
-    assert not inputs.keep
-    bench.report(first, batch, Computed(5, 5, (5,)), torch.ones(1, 5))
-    batch, inputs = second.sent.get_nowait()
-    assert torch.equal(inputs.relayed, torch.ones(1, 5))
-    await bench.ask(RemoteInput(FRONTEND, 8))
-    _, inputs = first.sent.get_nowait()
-    assert not inputs.keep, "outputs of a worker that another one cannot reach are relayed"
-
-
-@pytest.mark.parametrize("fetcher", [None, "f"])
-async def test_answer_is_relayed_when_its_frontend_cannot_fetch_it(fetcher: str | None) -> None:
-    bench = Bench()
-    first, second = bench.lines
-    if fetcher is not None:
-        bench.driver.batches.relays.add(second.edge, fetcher)
-    await bench.ask(RemoteInput(FRONTEND, 7), fetcher)
-    bench.kept(first, first.sent.get_nowait()[0])
+    assert (inputs.sources, inputs.relayed_at, inputs.keep) == ((), (0, 1), False)
+    assert first.sent.get_nowait()[1].keep
+    bench.report(first, batch, Computed(5, 5, (5,)), torch.ones(2, 5))
     _, inputs = second.sent.get_nowait()
+    assert torch.equal(inputs.relayed, torch.ones(2, 5))
     assert not inputs.keep
 
 
@@ -145,31 +123,3 @@ async def test_output_is_released_when_it_comes_too_late() -> None:
     await asyncio.gather(asked, return_exceptions=True)
     output = bench.kept(first, batch)
     assert first.released == [output]
-
-
-@pytest.mark.parametrize("rejoins", [0, 1])
-async def test_pair_is_tried_again_when_one_of_the_two_joins_again(rejoins: int) -> None:
-    bench = Bench()
-    first, second = bench.lines
-    bench.driver.batches.relays.add(first.edge, second.worker.name)
-    bench.driver.batches.relays.add(first.edge, "another")
-    bench.driver.batches.relays.forget(bench.lines[rejoins].edge, bench.lines[rejoins].worker.name)
-    await bench.ask(RemoteInput(FRONTEND, 7))
-    assert first.sent.get_nowait()[1].keep is (rejoins == 0)
-
-
-@pytest.mark.parametrize("worker_lives", [True, False])
-async def test_only_worker_that_must_have_an_output_is_relayed_when_it_has_none(worker_lives: bool) -> None:
-    bench = Bench()
-    first, second = bench.lines
-    asked = await bench.ask(RemoteInput(FRONTEND, 7))
-    if not worker_lives:
-        bench.lost(first, first.sent.get_nowait()[0], FRONTEND, unreachable=False)
-        with pytest.raises(InputUnreachableError):
-            await asked
-        asked = await bench.ask(RemoteInput(FRONTEND, 8))
-        assert first.sent.get_nowait()[1].sources, "a frontend frees inputs of requests that have ended"
-    else:
-        bench.kept(first, first.sent.get_nowait()[0])
-        bench.lost(second, second.sent.get_nowait()[0], first.edge, unreachable=False)
-        assert not first.sent.get_nowait()[1].keep

@@ -1,35 +1,18 @@
 """Inputs that stay at the replica that computed them, and inputs that are lost."""
 
-from multiworld_serving.server.leader.scheduling.actions import FailReplica, FreeBatch, ReleaseReplica, SendBatch
+from multiworld_serving.server.leader.scheduling.actions import FreeBatch, ReleaseReplica, SendBatch
 from multiworld_serving.server.leader.scheduling.events import RequestCancelled
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
 
 
-def test_requests_that_are_handed_back_do_not_start_again() -> None:
-    driver = SchedulerHarness(max_batch_size=2, batch_timeout_s=1.0)
-    send = only(driver.arrive(2), SendBatch)
-    driver.handle(RequestCancelled(1))
-    again = only(driver.input_lost(send) + driver.wait(1.0), SendBatch)
-    assert again.requests == (2,)
-    assert driver.handle(RequestCancelled(2)) == [FreeBatch(again.batch)]
-    assert driver.input_lost(again) == []
-
-
-def test_neither_replica_nor_request_is_blamed_when_inputs_are_lost() -> None:
-    driver = SchedulerHarness(max_batch_size=1)
-    send = only(driver.arrive(), SendBatch)
+def test_replica_is_free_and_not_blamed_when_it_could_not_get_the_inputs_of_requests_that_were_cancelled() -> None:
+    driver = SchedulerHarness(max_batch_size=1, replicas=1, window=1)
     for _ in range(20):
-        actions = driver.input_lost(send)
-        assert not of(actions, FailReplica)
-        send = only(actions, SendBatch)
-        assert not send.isolated
-
-
-def test_requests_start_again_when_their_input_is_lost_and_the_attempt_in_flight_is_late() -> None:
-    driver, first, hedge = hedged()
-    assert sends(driver.input_lost(hedge) + driver.wait(0.01)) == []
-    again = only(driver.wait(0.02), SendBatch)
-    assert (again.stage, again.requests, driver.done(first)) == (0, first.requests, [])
+        send = only(driver.arrive(), SendBatch)
+        assert driver.handle(RequestCancelled(driver.requests)) == [FreeBatch(send.batch)]
+        assert sends(driver.arrive()) == [], "the worker still has the batch"
+        send = only(driver.not_sent(send), SendBatch)
+        driver.done(send)
 
 
 def test_requests_start_again_when_the_hedge_is_late_too_and_their_input_is_kept() -> None:

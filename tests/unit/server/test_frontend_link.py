@@ -53,7 +53,7 @@ bodies = st.builds(
     st.text(max_size=20),
     rows=st.integers(1, 64),
     tensor=st.none() | st.integers(0, 2**63 - 1),
-    fetches=st.booleans(),
+    relay=st.booleans(),
 )
 sent_frames = st.tuples(st.just(Kind.MESSAGE), st.integers(0, 2**64 - 1), bodies, st.binary(max_size=200))
 Sent = tuple[Kind, int, Predict, bytes]

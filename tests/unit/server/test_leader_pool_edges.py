@@ -4,6 +4,7 @@ import gc
 import time
 import weakref
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,15 +13,15 @@ import torch
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.service.errors import (
     DeadlineError,
-    InputUnreachableError,
     NoReplicaError,
     NotReadyError,
     OverloadedError,
 )
-from multiworld_serving.common.service.messages import Predict, Rejection, Scrape
+from multiworld_serving.common.service.messages import Predict, Scrape
 from multiworld_serving.common.service.predictor import ImageSizes, Prediction
-from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, Source
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, RowsLostError, Source
 from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
+from multiworld_serving.server.frontend.leaders import resending
 from tests.unit.edges.edge_parts import edges
 from tests.unit.server.fake_leaders import FakeLeader, Pool, prediction
 from tests.unit.server.image_model import image_classifier
@@ -42,6 +43,7 @@ class EdgeLeader(FakeLeader):
     kept: tuple[Source, ...] = ()
     rest = torch.empty(0, 2)
     unreachable = False
+    """Whether workers cannot reach the frontend."""
 
     def __init__(self, frontend: Edges) -> None:
         self.frontend, self.made = frontend, Pool(frontend=frontend, model=MODEL)
@@ -57,8 +59,8 @@ class EdgeLeader(FakeLeader):
         assert (number is None) == bool(payload)
         self.images.append(None if number is None else self.frontend.store.rows([RowRef(number, ALL_ROWS)]))
         if self.unreachable and number is not None:
-            raise Rejection.of(InputUnreachableError("far away")).error()
-        if not self.kept or not body.fetches:
+            raise RowsLostError("far away")
+        if not self.kept or body.relay:
             return reply
         answer = msgspec.structs.replace(prediction(), kept=self.kept)
         return Received(Kind.REPLY, 1, answer, rows_payload(self.rest))
@@ -99,33 +101,39 @@ async def test_image_stays_at_the_frontend_and_the_answer_at_the_worker(leader: 
     assert len(leader.frontend.store) == 0, "the image is freed with its answer"
 
 
-@pytest.mark.parametrize("gone", [True, False])
-async def test_request_is_sent_again_and_its_answer_relayed_when_it_cannot_be_fetched(
-    leader: EdgeLeader, gone: bool
-) -> None:
+@pytest.mark.parametrize("lost", ["input", "answer", "worker"])
+async def test_request_is_sent_again_and_relayed_when_a_tensor_cannot_be_fetched(leader: EdgeLeader, lost: str) -> None:
+    leader.unreachable = lost == "input"
     async with edges("w") as worker:
-        holder = worker.holder if gone else "127.0.0.1:1/abc"
-        leader.kept = (Source(holder, (RowRef(99, 0),), (0,)),)
+        leader.kept = (Source("127.0.0.1:1/abc" if lost == "worker" else worker.holder, (RowRef(99, 0),), (0,)),)
         found = await leader.predict()
     assert torch.equal(found.output, torch.tensor([[0.25, 0.75]]))
     assert found.attempts == 2
-    assert (leader.last.fetches, leader.last.unreachable) == (False, None if gone else holder)
-    assert leader.made.resubmitted("answer_lost") == 1
-
-
-async def test_images_are_sent_until_the_link_is_formed_again_when_a_worker_cannot_fetch_one(
-    leader: EdgeLeader,
-) -> None:
-    leader.unreachable = True
-    await leader.predict()
-    await leader.predict()
-    assert [payload == IMAGE.numpy().tobytes() for _, payload in leader.got] == [False, True, True]
+    assert leader.last.relay
+    assert [payload == IMAGE.numpy().tobytes() for _, payload in leader.got] == [False, True]
     assert leader.made.resubmitted("relay") == 1
+
+
+async def test_requests_are_relayed_for_longer_each_time_while_tensors_are_lost(
+    leader: EdgeLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(resending, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    async def relayed(after_s: float) -> bool:
+        """Whether a request was relayed from the beginning."""
+        nonlocal now_s
+        now_s += after_s
+        before = len(leader.got)
+        await leader.predict()
+        return len(leader.got) - before == 1 and leader.last.relay
+
+    leader.unreachable = True
+    assert [await relayed(each) for each in (0, 0.9, 0.2, 3.9, 0.2, 15.9)] == [False, True] * 3
     leader.unreachable = False
-    leader.is_lost()
-    leader.tells()
-    await leader.predict()
-    assert leader.images[-1] is not None
+    assert not await relayed(0.2)
+    leader.unreachable = True
+    assert [await relayed(each) for each in (60, 0.9, 0.2)] == [False, True, False], "it was not soon after"
 
 
 @pytest.mark.parametrize(
