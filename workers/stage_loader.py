@@ -142,7 +142,8 @@ async def _compile_and_replace(engine: Engine, serving: "weakref.ref[LoadedStage
         made = await engine.compile(task, lambda: serving() is not None)
         found = serving()
         if made is not None and found is not None:
-            found.optimized, found.threads = made.optimized, made.threads
+            found.optimized = made.optimized
+            found.row_threads, found.batch_threads = made.row_threads, made.batch_threads
             logger.info("stage=%d execution_mode=%s (%s)", index, made.optimized.mode, made.optimized.why)
     except (CompileError, MemoryError) as error:
         logger.warning("stage=%d stays as with --optimize fused, it cannot be compiled: %s", index, error)

@@ -208,8 +208,8 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     device: str = setting("cpu", "Pipeline", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N")
     """Device of the local workers."""
     threads: int = setting(0, "Pipeline", ge=0, le=1024)
-    """Compute threads of each worker; 0 divides the cores by the number of workers. With --launcher ray, the CPUs that Ray reserves for each
-    worker, and 0 is 1."""
+    """Compute threads of each worker; 0 divides the cores by the number of workers. With --launcher ray, the CPUs that Ray reserves for
+    each worker, and 0 is 1."""
     frontends: int = setting(1, "Network", ge=1, le=64)
     """Number of processes that serve HTTP; use more if one core is not enough."""
 
