@@ -35,6 +35,10 @@ class HttpServer(uvicorn.Server):
         max_connections: for a further one, the connection that is idle longest is closed. If none is idle, the new one gets 503.
         context: for TLS; None = plain HTTP.
         close_s: how long running requests may take after shutdown begins.
+
+    Attributes:
+        refuses: set when it accepts no more connections.
+        stopped: set when all connections are closed.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class HttpServer(uvicorn.Server):
         config.ssl = context
         super().__init__(config)
         self.stopped = asyncio.Event()
+        self.refuses = asyncio.Event()
         self._sock = sock
         self._max_connections = max_connections
         self._idle = Idle()
@@ -129,6 +134,7 @@ class HttpServer(uvicorn.Server):
                 break
         asyncio.get_running_loop().remove_reader(self._sock)
         self._sock.close()
+        self.refuses.set()
         self.server_state.default_headers.append((b"connection", b"close"))
         for _ in range(_LAST_REQUEST_POLLS):  # a pause of the whole machine counts as one
             if self.server_state.connections:

@@ -101,8 +101,8 @@ class HttpSettings(ServiceSettings):
     """File with one line for each process that the supervisor restarts again and again."""
     http_shares: int = setting(1, INTERNAL, ge=1)
     """Number of frontends that share the sockets and the limits."""
-    changes_file: Path | None = setting(None, INTERNAL)
-    """File with the outcomes of changes of the models; see `model_change`."""
+    supervisor: str | None = setting(None, INTERNAL)
+    """The Unix socket of the supervisor, which takes changes of the models; see `model_change`."""
     wait_until_ready: tuple[str, ...] | None = setting(None, INTERNAL)
     """Accept no connection before these models are ready and the others are known: until then other frontends accept them."""
 

@@ -25,6 +25,7 @@ from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.http.server import HttpServer, serving
+from multiworld_serving.common.service.model_change import ModelChange, request_change
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
 from multiworld_serving.common.settings.serve import FrontendSettings
 from multiworld_serving.server.frontend.api.app import create_admin_app, create_api
@@ -54,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 _HANDLER_TIMEOUT_S = 10.0
 """Maximum time of the handler for one body. After it, its process is replaced."""
+_REPLACED_S = 30.0
+"""Time for a change of the models, in addition to that in which the model starts and the former frontends drain."""
 
 
 def run(settings: FrontendSettings) -> int:
@@ -176,11 +179,16 @@ class _Frontend:
         pools = [model.pool for model in self.models]
         scrape = partial(scrape_service, settings.name, pools, metrics, settings.supervisor_metrics_file)
         app = create_api(self.groups, metrics, authorizer, scrape=scrape, admin_port=ports.admin.getsockname()[1])
+
+        async def change_models(change: ModelChange) -> None:
+            assert settings.supervisor is not None
+            await request_change(settings.supervisor, change, admin.refuses, 2 * settings.drain_timeout_s + _REPLACED_S)
+
         admin_app = create_admin_app(
             scrape,
             self.groups,
             authorizer,
-            changes_file=settings.changes_file,
+            change_models=None if settings.supervisor is None else change_models,
             own=metrics.scrape,
             http_port=ports.http.getsockname()[1],
         )

@@ -2,16 +2,20 @@
 
 The leaders and workers of a new model start first, then frontends that know it. These accept connections when the model is ready. Then the
 former frontends answer their requests and stop. So clients never see a model that cannot start, and the other models keep their processes.
+The frontend that has requested the change stops last, when it has the reply.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
+import os
 import signal
+import socket
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import first_of
@@ -21,6 +25,7 @@ from multiworld_serving.common.settings.serve import OF_MODEL, ServeSettings
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.supervisor.checks import Table, check_model, checked
 from multiworld_serving.server.supervisor.group import Group
+from multiworld_serving.server.supervisor.notify import CREDENTIALS
 from multiworld_serving.server.supervisor.programs import (
     START_TIMEOUT_S,
     Process,
@@ -36,7 +41,6 @@ from multiworld_serving.server.supervisor.supervisor import ProcessSet
 
 logger = logging.getLogger(__name__)
 
-_KEPT_OUTCOMES = 64
 _REFUSALS = (UserError, ModelError, ValueError, OSError)
 """Errors of a change of the models."""
 
@@ -72,6 +76,12 @@ class Frontends(ProcessSet):
             await notify.first_heard.wait()
         self._values["wait_until_ready"] = None
 
+    async def stop_all_but(self, pid: int) -> None:
+        """Stop all of them except this process. Returns when they have ended."""
+        supervisor = self.supervisors["frontend"]
+        others = [slot for slot in supervisor.restarts if supervisor.pids.get(slot) != pid]
+        await asyncio.gather(*map(supervisor.remove, others))
+
 
 class Models:
     """Owns the leaders and workers of each model, and the frontends. Changes the models, one at a time.
@@ -81,9 +91,11 @@ class Models:
         fds: the descriptors of the frontends' listening sockets, by setting.
         stack: closes sockets and files.
         changes: those of commands since the settings were read: the table of an added model, None for a removed one.
+        requests: the Unix socket at which frontends request changes.
         wait_until_ready: the first frontends accept connections when these models are ready; None: at once.
 
     Attributes:
+        turn: held by a change of the models, or by an upgrade. There is one at a time.
         groups: the leaders and workers of each model.
         frontends: the current frontends, which accept requests.
     """
@@ -97,18 +109,20 @@ class Models:
         stack: contextlib.ExitStack,
         *,
         changes: dict[str, Table | None],
+        requests: str,
         wait_until_ready: Collection[str] | None = None,
     ) -> None:
         self.changes = changes
         self.groups: dict[str, Group] = {}
+        self.turn = asyncio.Lock()
         self._settings = settings
         self._starter = starter
         self._fds = fds
         self._restarts_file = memory_file(stack, "metrics", "")
         self._failing_file = memory_file(stack, "failing", "")
-        self._outcomes_file = memory_file(stack, "changes", "{}")
-        self._outcomes: dict[str, str] = {}
-        """The result of each change by its id: why it was refused, or an empty text if it was made."""
+        self._requests = requests
+        self._requester: tuple[int, asyncio.StreamWriter] | None = None
+        """The frontend that has requested the present change: its process id, and the connection for the reply."""
         tables: dict[str, Table | None] = {**{table["name"]: table for table in settings.models}, **changes}
         self._given = {name: settings.group_of(table) for name, table in tables.items() if table is not None}
         """The settings of each model that has a table, as given."""
@@ -118,13 +132,17 @@ class Models:
             prefix = f"{name}-" if len(models) > 1 else ""
             self.groups[name] = Group(each, starter, stack, prefix=prefix, workers=workers)
         self.frontends = self._new_frontends(self.groups, wait_until_ready)
-        self._initial: list[ProcessSet] = [*self.groups.values(), self.frontends]
         starter.on_restart = self._write_state
+
+    @property
+    def _sets(self) -> dict[str, ProcessSet]:
+        """The groups by model, and the frontends."""
+        return {**self.groups, "": self.frontends}
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start all processes."""
         self._tasks = tasks
-        for each in self._initial:
+        for each in self._sets.values():
             each.start(tasks)
         self._write_state()
 
@@ -139,7 +157,7 @@ class Models:
 
     async def cannot_start(self) -> str:
         """Wait until processes with which the service has started cannot start. Returns why."""
-        error: str = await first_of(*(each.cannot_start() for each in self._initial))
+        error: str = await first_of(*(each.cannot_start() for each in self._sets.values()))
         return error
 
     def signal(self, role: Role, signum: signal.Signals) -> None:
@@ -147,18 +165,24 @@ class Models:
         for each in self._generations if role == "frontend" else self.groups.values():
             each.supervisors[role].signal_all(signum)
 
-    async def run(self, change: ModelChange) -> None:
-        """Make a change of a command."""
-        self.end(change, await self._attempt(change.name, self._command(change)))
-
-    def end(self, change: ModelChange, refused: str = "") -> None:
-        """Write the outcome of a change for those who have asked for it."""
-        self._outcomes = dict([*self._outcomes.items(), (change.id, refused)][-_KEPT_OUTCOMES:])
-        with contextlib.suppress(OSError):  # no memory; must not stop any process
-            Path(self._outcomes_file).write_text(json.dumps(self._outcomes), encoding="utf-8")
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Make the change that a frontend requests. The reply is why the models are unchanged, or an empty text if they have changed."""
+        with contextlib.closing(writer):
+            sock: socket.socket = writer.get_extra_info("socket")
+            pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+            if uid != os.getuid():
+                return
+            change = msgspec.json.decode(await reader.readline(), type=ModelChange)
+            async with self.turn:
+                if reader.at_eof():  # the frontend waits no longer
+                    return
+                self._requester = pid, writer
+                if refused := await self._attempt(change.name, self._command(change)):
+                    writer.write(msgspec.json.encode(refused))
 
     async def read_file(self) -> None:
         """Have the models that the settings file has now, if all of it is valid. Commands since then are forgotten."""
+        self._requester = None
         assert self._settings.reload is not None, "the service was started with tables [[models]]"
         file = self._settings.models_file
         try:
@@ -210,34 +234,24 @@ class Models:
 
     async def _set(self, name: str, settings: ServeSettings | None, timeout_s: float) -> None:
         """Add a model, or remove it if there are no settings. Raises UserError, ModelError, ValueError or OSError if that is impossible."""
-        groups = self.groups
         if settings is None:
-            kept = {each: group for each, group in groups.items() if each != name}
-            if name not in groups:
-                raise UserError(f"there is no model {name!r}; the models are {', '.join(groups)}")
-            if not kept:
+            if name not in self.groups:
+                raise UserError(f"there is no model {name!r}; the models are {', '.join(self.groups)}")
+            groups = {each: group for each, group in self.groups.items() if each != name}
+            if not groups:
                 raise UserError(f"{name!r} is the last model: stop the service instead")
-            await self._replace_frontends(kept, (), timeout_s)
-            await groups.pop(name).stop()
-            self._write_state()
-            logger.info("removed model=%s", name)
-            return
-        if name in groups:
-            raise UserError(f"there is a model {name!r} already")
-        check_model(settings)
-        workers = sum(group.settings.max_workers for group in groups.values()) + settings.max_workers
-        with contextlib.ExitStack() as stack:
-            group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers, is_new=True)
-            group.start(self._tasks, stack.pop_all())
-        group.log_external(name)
-        try:
-            await self._replace_frontends({**groups, name: group}, (name,), timeout_s, group)
-        except BaseException:
-            await group.stop()
-            raise
-        groups[name], self._given[name] = group, settings
-        self._write_state()
-        logger.info("added model=%s", name)
+        else:
+            if name in self.groups:
+                raise UserError(f"there is a model {name!r} already")
+            check_model(settings)
+            workers = sum(group.settings.max_workers for group in self.groups.values()) + settings.max_workers
+            with contextlib.ExitStack() as stack:
+                group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers, is_new=True)
+                group.start(self._tasks, stack.pop_all())
+            group.log_external(name)
+            groups, self._given[name] = {**self.groups, name: group}, settings
+        await self._serve(groups, timeout_s)
+        logger.info("%s model=%s", "removed" if settings is None else "added", name)
 
     def _new_frontends(self, groups: Mapping[str, Group], wait_until_ready: Collection[str] | None) -> Frontends:
         """New frontends for these models, not started. Their names are unused, so they can run beside the present ones."""
@@ -247,7 +261,7 @@ class Models:
             "wait_until_ready": None if wait_until_ready is None else tuple(wait_until_ready),
             "supervisor_metrics_file": self._restarts_file,
             "failing_file": self._failing_file,
-            "changes_file": self._outcomes_file,
+            "supervisor": self._requests,
             "leader": ",".join(f"{name}={group.leaders}" for name, group in groups.items()),
             "model_settings": model_values({name: group.settings for name, group in groups.items()}),
         }
@@ -255,31 +269,42 @@ class Models:
         self._generations.append(Frontends(settings, self._starter, values, self._fds, first))
         return self._generations[-1]
 
-    async def _replace_frontends(
-        self, groups: Mapping[str, Group], wait_until_ready: Collection[str], timeout_s: float, *new: Group
-    ) -> None:
-        """Start frontends, and stop the former ones when these serve. Raises UserError if they do not, or a new group fails."""
-        fresh = stopped = self._new_frontends(groups, wait_until_ready)
+    async def _serve(self, groups: Mapping[str, Group], timeout_s: float) -> None:
+        """Start frontends that know these groups. When these serve, stop the former frontends, and then the other groups.
+
+        Raises:
+            UserError: the new frontends do not serve in time, or a new group fails. These are stopped.
+        """
+        fresh = self._new_frontends(groups, groups.keys() - self.groups.keys())
         fresh.start(self._tasks)
+        stopping: list[ProcessSet] = [fresh, *(group for name, group in groups.items() if name not in self.groups)]
         error: str | None = f"it was not ready within {timeout_s:g} s; see the log of the service"
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    error = await first_of(fresh.serve(), *(each.cannot_start() for each in (fresh, *new)))
+                    error = await first_of(fresh.serve(), *(each.cannot_start() for each in stopping))
             if error is not None:
                 raise UserError(error)
-            stopped, self.frontends = self.frontends, fresh
+            former, self.frontends = self.frontends, fresh
+            stopping = [former, *(group for name, group in self.groups.items() if name not in groups)]
+            self.groups |= groups
+            if self._requester is not None:
+                pid, writer = self._requester
+                await former.stop_all_but(pid)
+                writer.write(msgspec.json.encode(""))
+                writer.close()
         finally:
-            await stopped.stop()
-            self._generations.remove(stopped)
+            for each in stopping:
+                await each.stop()
+            self._generations = [self.frontends]
+            self.groups = {name: group for name, group in self.groups.items() if group not in stopping}
+            self._write_state()
 
     def _write_state(self) -> None:
         """Write the numbers of restarts, which frontends add to their metrics, and the processes that fail, for their status."""
-        sets: dict[str, ProcessSet] = {"": self.frontends, **self.groups}
-        restarts = [
-            (name, role, each.restarts) for name, found in sets.items() for role, each in found.supervisors.items()
-        ]
-        failing = [text for found in sets.values() for each in found.supervisors.values() for text in each.failing]
+        found = [(name, role, each) for name, of in self._sets.items() for role, each in of.supervisors.items()]
+        restarts = [(name, role, each.restarts) for name, role, each in found]
+        failing = [text for _, _, each in found for text in each.failing]
         with contextlib.suppress(OSError):  # no memory; must not stop any process
             Path(self._restarts_file).write_text(restart_metrics(restarts), encoding="utf-8")
             Path(self._failing_file).write_text("\n".join(failing), encoding="utf-8")

@@ -9,21 +9,27 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Self
-
-import msgspec
 
 from multiworld_serving.common.config.process import ERROR_FIELD, STATUS_FIELD
 from multiworld_serving.common.service.capacity_report import CAPACITY_FIELD, CapacityReport
-from multiworld_serving.common.service.model_change import CHANGE_FIELD, ModelChange
 
 WATCHDOG_S = 2.0
 """The event loops of the children send twice in this time."""
-_CREDENTIALS = struct.Struct("iII")
+CREDENTIALS = struct.Struct("iII")
+"""The process id, user id and group id of a sender; see unix(7)."""
 _MESSAGE_BYTES = 1 << 16
 """Enough for a report that names 1,024 workers of 64 stages; a longer message is cut off and not understood."""
 _SO_PASSCRED = 16
+
+
+def unix_socket(kind: socket.SocketKind) -> tuple[socket.socket, str]:
+    """A socket of this machine and its name, which disappears with this process. A name with "@" is not a file; see sd_notify(3)."""
+    sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    sock.bind("")  # the kernel chooses the name
+    name = sock.getsockname()
+    return sock, "@" + (name.decode() if isinstance(name, bytes) else name)[1:]
 
 
 class NotifyListener:
@@ -32,21 +38,16 @@ class NotifyListener:
     Attributes:
         environment: variables that a child needs.
         first_heard: set when a child has sent its first message.
-        on_change: called with the changes of models that frontends pass on.
     """
 
     def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket, name = unix_socket(socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_PASSCRED, 1)
-        self._socket.bind("")  # the kernel chooses an abstract name, which disappears with this process
-        name = self._socket.getsockname()
-        address = name.decode() if isinstance(name, bytes) else name
         self.environment: Mapping[str, str] = {
-            "NOTIFY_SOCKET": "@" + address[1:],
+            "NOTIFY_SOCKET": name,
             "WATCHDOG_USEC": str(round(WATCHDOG_S * 1e6)),
         }
         self.first_heard = asyncio.Event()
-        self.on_change: Callable[[ModelChange], object] = lambda _: None
         self._refusals: dict[int, str] = {}
         self._errors: dict[int, str] = {}
         self._heard_s: dict[int, float] = {}
@@ -96,10 +97,10 @@ class NotifyListener:
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                message, ancillary, _, _ = self._socket.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+                message, ancillary, _, _ = self._socket.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
                 for level, kind, data in ancillary:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-                        pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
+                        pid, uid, _ = CREDENTIALS.unpack(data[: CREDENTIALS.size])
                         if uid == os.getuid():
                             self._take(pid, message.decode(errors="replace"))
 
@@ -111,9 +112,8 @@ class NotifyListener:
         if pid not in self._heard_s:
             self.first_heard.set()
         self._heard_s[pid] = now_s = time.monotonic()
-        if text.startswith(CAPACITY_FIELD):
-            if (report := CapacityReport.from_json(text.removeprefix(CAPACITY_FIELD))) is not None:
-                self._reports[pid] = (now_s, report)
-        elif text.startswith(CHANGE_FIELD):
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeError):  # it was cut off
-                self.on_change(msgspec.json.decode(text.removeprefix(CHANGE_FIELD), type=ModelChange))
+        report = (
+            CapacityReport.from_json(text.removeprefix(CAPACITY_FIELD)) if text.startswith(CAPACITY_FIELD) else None
+        )
+        if report is not None:
+            self._reports[pid] = (now_s, report)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +18,14 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import first_of, notify_systemd, on_stop_signal, raise_descriptor_limit
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import stop_listening
-from multiworld_serving.common.service.model_change import ModelChange
 from multiworld_serving.common.service.model_files import check_bundle
 from multiworld_serving.common.settings.serve import ServeSettings
 from multiworld_serving.server.supervisor.checks import check_files, prepared
 from multiworld_serving.server.supervisor.child_process import reap_adopted
+from multiworld_serving.server.supervisor.forwarder import SIGNALS
 from multiworld_serving.server.supervisor.group import local_host_of
 from multiworld_serving.server.supervisor.models import Models
-from multiworld_serving.server.supervisor.notify import NotifyListener
+from multiworld_serving.server.supervisor.notify import NotifyListener, unix_socket
 from multiworld_serving.server.supervisor.programs import Starter
 from multiworld_serving.server.supervisor.upgrade import Upgrade
 
@@ -57,7 +58,6 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
             check_bundle(each)
         if error := asyncio.run(service.run()):
             raise UserError(f"the service cannot start: {error}")
-    upgrade.become_forwarder()
     return 0
 
 
@@ -84,9 +84,9 @@ class Service:
         self._settings = settings
         self._upgrade = upgrade
         self._stop = asyncio.Event()
-        self._changing: asyncio.Task[None] | None = None
-        """An upgrade, or a change of the models. There is one at a time."""
-        self._file_changed = False
+        self._changes: set[asyncio.Task[None]] = set()
+        """Upgrades and changes of the models that run or wait."""
+        self._requests, name = unix_socket(socket.SOCK_STREAM)
         self._sockets = {
             "http_fd": upgrade.listen("http_port", settings.host, settings.http_port),
             "metrics_fd": upgrade.listen("metrics_port", settings.admin_host, settings.metrics_port),
@@ -94,7 +94,6 @@ class Service:
         if settings.grpc_port is not None:
             self._sockets["grpc_fd"] = upgrade.listen("grpc_port", settings.host, settings.grpc_port, reserve=True)
         self._starter = Starter(stack.enter_context(NotifyListener()), program)
-        self._starter.notify.on_change = self._change_models
         self.models = Models(
             settings,
             models,
@@ -102,6 +101,7 @@ class Service:
             {name: sock.fileno() for name, sock in self._sockets.items()},
             stack,
             changes=upgrade.changes,
+            requests=name,
             wait_until_ready=models if upgrade.replaces else None,
         )
 
@@ -116,9 +116,12 @@ class Service:
     async def run(self) -> str:
         """Run all processes until a signal, or until they cannot start. Returns why they cannot; empty after a signal."""
         on_stop_signal(self._begin_stop)
+        requests = await asyncio.start_unix_server(
+            lambda *streams: self._begin(self.models.answer(*streams)), sock=self._requests
+        )
         with self._starter.notify.receiving():
             self._reload_on_hangup()
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._begin_upgrade)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, lambda: self._begin(self._replace_this()))
             async with asyncio.TaskGroup() as tasks:
                 self.models.start(tasks)
                 adopted = tasks.create_task(_reap_adopted())
@@ -126,13 +129,14 @@ class Service:
                     if self._upgrade.replaces:
                         self._begin(self._replace())
                     error = await first_of(self._stopped(), self.models.cannot_start())
-                    if self._changing is not None:
-                        self._changing.cancel()
-                        await asyncio.wait({self._changing})
+                requests.close()
+                for each in self._changes:
+                    each.cancel()
+                await asyncio.gather(*self._changes, return_exceptions=True)
                 await self._stop_processes()
                 adopted.cancel()
-            self._upgrade.hold_signals()
             logger.info("stopped")
+            self._upgrade.become_forwarder()
         return error
 
     async def _stopped(self) -> str:
@@ -151,38 +155,11 @@ class Service:
 
     def _begin_stop(self) -> None:
         logger.info("stopping; a second signal ends all processes at once")
-        if self._upgrade.successor is not None:
-            self._upgrade.successor.send(signal.SIGTERM)
         self._stop.set()
 
-    def _begin_upgrade(self) -> None:
-        if any(group.is_reachable for group in self.models.groups.values()):
-            logger.error(
-                "no upgrade: workers of other machines may join the leaders; restart the programs one at a time"
-            )
-        elif self._busy:
-            logger.error("no upgrade: the last one, or a change of the models, has not ended")
-        else:
-            self._begin(self._replace_this())
-
-    @property
-    def _busy(self) -> bool:
-        return self._upgrade.successor is not None or self._changing is not None
-
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        self._changing = asyncio.create_task(self._end(work))
-
-    async def _end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run an upgrade or a change, then read the file with the models if SIGHUP has arrived meanwhile."""
-        try:
-            await work
-            while self._file_changed and self._upgrade.successor is None:
-                self._file_changed = False
-                await self.models.read_file()
-        except Exception:
-            logger.exception("an upgrade or a change of the models has failed")
-        finally:
-            self._changing = None
+        self._changes.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._changes.discard)
 
     async def _replace(self) -> None:
         """Wait until all frontends serve. Then let the predecessor stop."""
@@ -190,20 +167,33 @@ class Service:
         self._upgrade.replace()
 
     async def _replace_this(self) -> None:
-        """Start a new service. Stop this one when the new one serves."""
-        successor = await self._upgrade.start_successor(self.models.changes)
+        """Start a new service. When it serves, it gets all signals, and this one stops."""
+        turn, loop = self.models.turn, asyncio.get_running_loop()
+        if any(group.is_reachable for group in self.models.groups.values()):
+            logger.error(
+                "no upgrade: workers of other machines may join the leaders; restart the programs one at a time"
+            )
+            return
+        if turn.locked():
+            logger.error("no upgrade: the last one, or a change of the models, has not ended")
+            return
+        async with turn:
+            successor = await self._upgrade.start_successor(self.models.changes)
         if successor is not None:
+            await turn.acquire()  # after each SIGHUP that has arrived meanwhile; nothing changes here any more
             logger.info("upgraded: the new supervisor serves pid=%d", successor.pid)
-            if self._file_changed:
-                successor.send(signal.SIGHUP)
+            for signum in SIGNALS:
+                loop.add_signal_handler(signum, successor.send, signum)
             os.environ.pop("NOTIFY_SOCKET", None)  # for systemd, the service does not stop
             self._stop.set()
 
-    def _change_models(self, change: ModelChange) -> None:
-        if self._busy:
-            self.models.end(change, "an upgrade or another change of the models runs; try again when it has ended")
-        else:
-            self._begin(self.models.run(change))
+    async def _reload(self) -> None:
+        """Read the models of the settings file again. After an upgrade, the new service reads its files again."""
+        async with self.models.turn:
+            if self._upgrade.successor is not None:
+                self._upgrade.successor.send(signal.SIGHUP)
+            elif self._settings.models_file is not None:
+                await self.models.read_file()
 
     def _reload_on_hangup(self) -> None:
         """At SIGHUP, processes read keys, certificates and tokens of files again, and this one the models of its settings file."""
@@ -211,17 +201,11 @@ class Service:
         files = (settings.token_file, settings.api_keys_file, settings.admin_keys_file, settings.tls_cert_file)
 
         def reload() -> None:
-            if (successor := self._upgrade.successor) is not None:  # this process only drains
-                successor.send(signal.SIGHUP)
-                return
             if settings.token_file:
                 self.models.signal("leader", signal.SIGHUP)
             if any(files):  # it would end the others
                 self.models.signal("frontend", signal.SIGHUP)
-            if settings.models_file is not None:
-                self._file_changed = True
-                if not self._busy:
-                    self._begin(asyncio.sleep(0))
+            self._begin(self._reload())
 
         if any((*files, settings.models_file)):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)

@@ -113,12 +113,8 @@ class Upgrade:
                     )
         return self.successor
 
-    def hold_signals(self) -> None:
-        """If there is a successor, signals wait from now on for the program that `become_forwarder` executes."""
-        if self.successor is not None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, forwarder.SIGNALS)
-
     def become_forwarder(self) -> None:
         """If there is a successor, replace this process by a program that forwards signals to it and exits when it exits."""
         if self.successor is not None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, forwarder.SIGNALS)  # until that program handles them
             os.execv(sys.executable, [sys.executable, "-I", forwarder.__file__, str(self.successor.pid)])  # noqa: S606

@@ -1,15 +1,22 @@
 """The supervisor's decisions and the settings it passes to workers, without processes."""
 
+import asyncio
+import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from pydantic import SecretStr
 
+from multiworld_serving.common.config.errors import UserError
+from multiworld_serving.common.service.model_change import ModelChange, ModelsUnchangedError, request_change
 from multiworld_serving.common.settings.serve import ServeSettings
 from multiworld_serving.server.supervisor import supervisor
+from multiworld_serving.server.supervisor.models import Models
+from multiworld_serving.server.supervisor.notify import unix_socket
 from multiworld_serving.server.supervisor.programs import environment_of
 from multiworld_serving.server.supervisor.supervisor import Backoff, Supervisor
+from tests.waiting import until
 
 SETTINGS = ServeSettings(
     token=SecretStr("of-the-operator"),
@@ -69,3 +76,35 @@ async def test_silence_is_that_of_the_process_alone(
     watched: Any = SimpleNamespace(blocked_timeout_s=9.5, kind="worker")
     await Supervisor._blocked(watched, cast(Any, SimpleNamespace(index=0)), 7, notify)
     assert now_s == 100 + silent_s
+
+
+async def test_changes_of_models_wait_for_each_other_and_are_not_made_when_the_frontend_has_ended() -> None:
+    made: list[str] = []
+    readers: list[asyncio.StreamReader] = []
+
+    async def command(change: ModelChange) -> None:
+        made.append(change.name)
+        raise UserError(f"{change.name} is unknown")
+
+    models: Any = SimpleNamespace(turn=asyncio.Lock(), _command=command, _attempt=Models._attempt)
+    listener, name = unix_socket(socket.SOCK_STREAM)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        readers.append(reader)
+        await Models.answer(models, reader, writer)
+
+    server = await asyncio.start_unix_server(answer, sock=listener)
+
+    def request(model: str) -> asyncio.Task[None]:
+        return asyncio.create_task(request_change(name, ModelChange("remove", model), asyncio.Event(), 60))
+
+    async with models.turn:
+        first, ended, last = request("first"), request("ended"), request("last")
+        await until(lambda: len(models.turn._waiters or ()) == 3)
+        ended.cancel()
+        await until(lambda: any(reader.at_eof() for reader in readers))
+    for waiting, model in ((first, "first"), (last, "last")):
+        with pytest.raises(ModelsUnchangedError, match=f"{model} is unknown"):
+            await waiting
+    assert made == ["first", "last"]
+    server.close()

@@ -1,7 +1,6 @@
 """The routes of the admin port that change the service: rolling restart, and Triton's model repository extension.
 
 POST /admin/models                          {"action": "add", "name": "detector", "source": "detector.bundle", "settings": {"stages": "1"}}
-GET  /admin/models
 POST /admin/rolling-restart
 POST /v2/repository/index
 POST /v2/repository/models/{model}/load     {"parameters": {"weights": "random:1"}}, or `config` as sent by Triton's clients
@@ -14,8 +13,6 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
-from uuid import uuid4
 
 import msgspec
 from msgspec import Struct
@@ -23,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from multiworld_serving.common.config.process import notify
 from multiworld_serving.common.service.administration import OperationInProgressError, RestartFailedError
 from multiworld_serving.common.service.errors import (
     BodyTooLargeError,
@@ -31,7 +27,7 @@ from multiworld_serving.common.service.errors import (
     MediaTypeError,
     NotReadyError,
 )
-from multiworld_serving.common.service.model_change import CHANGE_FIELD, MAX_BYTES, ModelChange
+from multiworld_serving.common.service.model_change import ModelChange
 from multiworld_serving.common.service.predictor import RestartStep
 from multiworld_serving.server.frontend.api.groups import Group, Groups
 from multiworld_serving.server.frontend.http.open_request import while_connected
@@ -86,14 +82,14 @@ class AdminRoutes:
     """The routes. `Application` authorizes requests before they arrive here."""
 
     groups: Groups
-    changes_file: Path | None = None
+    change: Callable[[ModelChange], Awaitable[None]] | None = None
+    """Has the supervisor change the models; None without a supervisor."""
 
     def routes(self) -> list[Route]:
         """The routes, for the application of the admin port."""
         models = "/v2/repository/models/{model}"
         return [
             route("/admin/models", self.change_models, "POST"),
-            route("/admin/models", self.changes),
             route("/admin/rolling-restart", self.rolling_restart, "POST"),
             route("/v2/repository/index", _json_endpoint(self._index), "POST"),
             route(f"{models}/load", _json_endpoint(self._load), "POST"),
@@ -110,7 +106,7 @@ class AdminRoutes:
         return StreamingResponse(_lines(_restarts(chosen)), media_type="application/x-ndjson")
 
     async def change_models(self, request: Request) -> Response:
-        """Have the supervisor add or remove a model. The response names the change, whose outcome `changes` tells."""
+        """Have the supervisor add or remove a model. The change continues if the client disconnects."""
         _check_json(request)
         try:
             change = msgspec.json.decode(await _read(request), type=ModelChange)
@@ -118,18 +114,10 @@ class AdminRoutes:
             raise InferenceRequestError(
                 f"the body is invalid: {error}; send action, name, and source of a model"
             ) from error
-        if self.changes_file is None:
+        if self.change is None:
             raise InferenceRequestError("this frontend was not started by `multiworld serve`, which starts models")
-        change = msgspec.structs.replace(change, id=uuid4().hex)
-        message = CHANGE_FIELD + msgspec.json.encode(change).decode()
-        if len(message) > MAX_BYTES or not notify(message):
-            raise NotReadyError("the supervisor does not take the change; try again, with a shorter one")
-        return JSONResponse({"change": change.id}, 202)
-
-    async def changes(self, request: Request) -> Response:
-        """The changes that have ended, by their ids: why they were refused, or an empty text."""
-        found = b"" if self.changes_file is None else self.changes_file.read_bytes()
-        return Response(found or b"{}", media_type="application/json")  # empty: it is being written
+        await self.change(change)
+        return JSONResponse({}, headers={"Connection": "close"})  # others serve now
 
     async def _index(self, request: Request, body: _Body) -> object:
         return self.groups.index(only_ready=body.ready)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.service.errors import DrainingError, RequestRejected
+from multiworld_serving.common.service.model_change import ModelChange
 from multiworld_serving.server.frontend.api.admin import AdminRoutes
 from multiworld_serving.server.frontend.api.groups import Groups
 from multiworld_serving.server.frontend.api.oip.routes import V2Routes
@@ -211,7 +211,6 @@ _ADMIN_ENDPOINTS = {
     "GET /events": "state and events as server-sent events",
     "GET /metrics": "Prometheus metrics",
     "POST /admin/models": "add a model to the service, or remove one",
-    "GET /admin/models": "the outcomes of such changes",
     "POST /admin/rolling-restart": "restart all workers in turn; ?model=MODEL restarts those of one model",
     "POST /v2/repository/index": "the versions of all models",
     "POST /v2/repository/models/MODEL/load": "load a version",
@@ -225,7 +224,7 @@ def create_admin_app(
     authorizer: Authorizer | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
-    changes_file: Path | None = None,
+    change_models: Callable[[ModelChange], Awaitable[None]] | None = None,
 ) -> Application:
     """Create the application of the admin port: metrics and admin endpoints.
 
@@ -233,7 +232,7 @@ def create_admin_app(
         scrape: returns the metrics of all processes.
         own: returns the metrics of this process alone, for `GET /metrics?own=true`.
         http_port: number of the port of the HTTP API, for requests that belong there.
-        changes_file: see `FrontendSettings`.
+        change_models: see `AdminRoutes`.
     """
 
     async def metrics(request: Request) -> Response:
@@ -242,7 +241,7 @@ def create_admin_app(
     return Application(
         [
             route("/metrics", metrics),
-            *AdminRoutes(groups, changes_file).routes(),
+            *AdminRoutes(groups, change_models).routes(),
             *status_page_routes(groups, lambda: _ADMIN_ENDPOINTS),
         ],
         requests=Requests(ProgramMetrics()),

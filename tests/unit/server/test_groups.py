@@ -1,20 +1,25 @@
 """A frontend with several models: which one gets a request, and what it says about all of them."""
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import httpx
+import msgspec
 import pytest
 
 from multiworld_serving.common.config.keys import KeySet, hash_key, parse_keys
+from multiworld_serving.common.service.model_change import ModelChange, request_change
 from multiworld_serving.server.frontend.api.app import create_admin_app, create_api
 from multiworld_serving.server.frontend.api.groups import Group, Groups
 from multiworld_serving.server.frontend.api.inference import Inference
 from multiworld_serving.server.frontend.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
+from multiworld_serving.server.supervisor.notify import unix_socket
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, Repository, client_of, group_of, image_bytes
 
 INFER = {"inputs": [{"name": "input", "datatype": "UINT8", "shape": [1, 3, 16, 16], "data": [0] * 768}]}
@@ -132,25 +137,54 @@ async def test_operations_go_to_the_named_model() -> None:
     assert (first.loaded, first.unloaded, second.loaded, second.unloaded) == ([], False, ["random:2"], True)
 
 
+REMOVE = '{"action": "remove", "name": "a", "timeout_s": 0.2}'
+
+
 @pytest.mark.parametrize(
-    ("headers", "body", "file", "status", "says"),
+    ("reply", "body", "status", "says"),
     [
-        ({}, '{"action": "remove", "name": "a"}', True, 503, "the supervisor does not take the change"),
-        ({}, '{"action": "remove", "name": "a"}', False, 400, "not started by `multiworld serve`"),
-        ({}, '{"action": "drop", "name": "a"}', True, 400, "the body is invalid"),
-        ({"content-type": "text/plain"}, '{"action": "remove", "name": "a"}', True, 415, "content type"),
+        (b'""', REMOVE, 200, ""),
+        (b'"it is the last model"', REMOVE, 409, "it is the last model"),
+        (b"", REMOVE, 503, "the supervisor has not confirmed the change: it has closed the connection"),
+        ("frozen", REMOVE, 503, "it has not replied within 0.2 s"),
+        ("gone", REMOVE, 503, "the supervisor has not confirmed the change"),
+        (None, REMOVE, 400, "not started by `multiworld serve`"),
+        (b"", '{"action": "drop", "name": "a"}', 400, "the body is invalid"),
     ],
 )
-async def test_change_of_models_is_refused_when_no_supervisor_can_take_it(
-    tmp_path: Path, headers: dict[str, str], body: str, file: bool, status: int, says: str
+async def test_change_of_models_has_the_reply_of_the_supervisor_or_says_that_there_is_none(
+    reply: bytes | str | None, body: str, status: int, says: str
 ) -> None:
-    metrics, path = FrontendMetrics(), tmp_path / "changes"
-    path.write_text('{"7": "too large"}')
-    groups = Groups(group_of(Repository(), metrics, name="a"))
-    app = create_admin_app(metrics.scrape, groups, changes_file=path if file else None)
-    async with client_of(app) as client:
-        response = await client.post(
-            "/admin/models", content=body, headers={"content-type": "application/json", **headers}
-        )
-        assert (response.status_code, says in response.json()["error"]) == (status, True), response.text
-        assert (await client.get("/admin/models")).json() == ({"7": "too large"} if file else {})
+    metrics, replaced, received = FrontendMetrics(), asyncio.Event(), []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.append(msgspec.json.decode(await reader.readline(), type=ModelChange))
+        assert isinstance(reply, bytes)
+        writer.write(reply)
+        writer.close()
+        replaced.set()
+
+    listener, name = unix_socket(socket.SOCK_STREAM)
+    change = partial(request_change, name, replaced=replaced, stop_s=0)
+    app = create_admin_app(
+        metrics.scrape,
+        Groups(group_of(Repository(), metrics, name="a")),
+        change_models=None if reply is None else lambda given: change(change=given),
+    )
+    async with AsyncExitStack() as stack:
+        stack.callback(listener.close)
+        if isinstance(reply, bytes):
+            stack.callback((await asyncio.start_unix_server(answer, sock=listener)).close)
+        elif reply == "frozen":
+            listener.listen()
+        else:
+            listener.close()
+        client = await stack.enter_async_context(client_of(app))
+        headers = {"content-type": "application/json"}
+        response = await client.post("/admin/models", content=body, headers=headers)
+        assert (response.status_code, says in response.text) == (status, True), response.text
+        response = await client.post("/admin/models", content=body, headers={"content-type": "text/plain"})
+        assert response.status_code == 415
+    assert received == (
+        [msgspec.json.decode(REMOVE, type=ModelChange)] if isinstance(reply, bytes) and body == REMOVE else []
+    )
