@@ -112,22 +112,3 @@ def model_path(settings: LeaderSettings, weights: str) -> Path:
     return bundle_path(settings) or exported(
         settings.model_source, weights, settings.max_batch_size or 1, image_size=settings.image_size
     )
-
-
-def check_bundle(settings: LeaderSettings) -> None:
-    """Check that the bundle has as many stages and as large batches as the settings ask for. Imports torch.
-
-    Reads only the manifest, unless there are more stages than it was exported with. A .zip file is left to the leader.
-
-    Raises:
-        models.ModelError: it has not.
-    """
-    from multiworld_serving.models.bundle.cutting import cuts_of  # noqa: PLC0415
-    from multiworld_serving.models.bundle.files import read_bundle, read_manifest  # noqa: PLC0415
-
-    path = model_path(settings, settings.weights)
-    if path.is_dir():
-        manifest = read_manifest(path)
-        manifest.check_batch_size(settings.max_batch_size)
-        if settings.stages > len(manifest.cuts) + 1:
-            cuts_of(manifest, read_bundle(path).graph, settings.stages)

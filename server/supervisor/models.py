@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
-from collections.abc import Collection, Coroutine, Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ import msgspec
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import first_of
 from multiworld_serving.common.service.model_change import ModelChange
-from multiworld_serving.common.service.model_files import path_in
-from multiworld_serving.common.settings.serve import OF_MODEL, ServeSettings
+from multiworld_serving.common.service.model_files import available_weights, check_model_files, path_in, served_name
+from multiworld_serving.common.settings.serve import MODEL_NAME, MODEL_NAME_ALLOWED, OF_MODEL, ServeSettings
 from multiworld_serving.models.errors import ModelError
-from multiworld_serving.server.supervisor.checks import Table, check_model, checked
 from multiworld_serving.server.supervisor.group import Group
 from multiworld_serving.server.supervisor.notify import CREDENTIALS
 from multiworld_serving.server.supervisor.programs import (
@@ -41,6 +41,8 @@ from multiworld_serving.server.supervisor.supervisor import ProcessSet
 
 logger = logging.getLogger(__name__)
 
+Table = Mapping[str, Any]
+"""A table [[models]]."""
 _REFUSALS = (UserError, ModelError, ValueError, OSError)
 """Errors of a change of the models."""
 
@@ -243,7 +245,7 @@ class Models:
         else:
             if name in self.groups:
                 raise UserError(f"there is a model {name!r} already")
-            check_model(settings)
+            check_model_files(settings)
             workers = sum(group.settings.max_workers for group in self.groups.values()) + settings.max_workers
             with contextlib.ExitStack() as stack:
                 group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers, is_new=True)
@@ -322,3 +324,36 @@ def restart_metrics(restarts: Iterable[tuple[str, str, Mapping[int, int]]]) -> s
         text += f"# HELP {name} Restarts of {role}s by the supervisor.\n# TYPE {name} counter\n"
         text += "".join(f'{name}{{{label}slot="{slot}"}} {count}\n' for slot, count in of_slots.items())
     return text
+
+
+def prepared(settings: ServeSettings, changes: Mapping[str, Table | None]) -> dict[str, ServeSettings]:
+    """The settings of each model by its name, when its files are checked and exported. Raises UserError or ModelError.
+
+    Args:
+        changes: models that commands have added to the service that this one replaces, or removed.
+    """
+    groups = [each for each in settings.groups if served_name(each) not in changes]
+    groups += [settings.group_of(table) for table in changes.values() if table is not None]
+    return {
+        name: each.model_copy(update={"weights": available_weights(each)}) for name, each in checked(groups).items()
+    }
+
+
+def checked(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
+    """The settings of each model by its name, when its files are checked. Raises UserError or ModelError."""
+    for each in groups:
+        check_model_files(each)
+    return by_name(groups)
+
+
+def by_name(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
+    """The settings of each model by its name. Raises UserError."""
+    models: dict[str, ServeSettings] = {}
+    for each in groups:
+        name = served_name(each)
+        if len(groups) > 1 and not re.fullmatch(MODEL_NAME, name):
+            raise UserError(f"the model {name!r} needs a name of {MODEL_NAME_ALLOWED}; write NAME={each.model_source}")
+        if name in models:
+            raise UserError(f"two models have the name {name!r}: choose different ones with NAME=SOURCE")
+        models[name] = each
+    return models

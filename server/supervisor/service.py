@@ -18,13 +18,11 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import first_of, notify_systemd, on_stop_signal, raise_descriptor_limit
 from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.http.listener import stop_listening
-from multiworld_serving.common.service.model_files import check_bundle
 from multiworld_serving.common.settings.serve import ServeSettings
-from multiworld_serving.server.supervisor.checks import check_files, prepared
 from multiworld_serving.server.supervisor.child_process import reap_adopted
 from multiworld_serving.server.supervisor.forwarder import SIGNALS
 from multiworld_serving.server.supervisor.group import local_host_of
-from multiworld_serving.server.supervisor.models import Models
+from multiworld_serving.server.supervisor.models import Models, prepared
 from multiworld_serving.server.supervisor.notify import NotifyListener, unix_socket
 from multiworld_serving.server.supervisor.programs import Starter
 from multiworld_serving.server.supervisor.upgrade import Upgrade
@@ -45,7 +43,6 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
     """
     settings = settings.model_copy(update={"local_token": new_token()})
     settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid
-    check_files(settings)
     with contextlib.ExitStack() as stack:
         upgrade = Upgrade(stack)
         models = prepared(settings, upgrade.changes)
@@ -54,8 +51,6 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
         raise_descriptor_limit()
         service = Service(settings, models, stack, program, upgrade)
         service.import_programs()
-        for each in models.values():
-            check_bundle(each)
         if error := asyncio.run(service.run()):
             raise UserError(f"the service cannot start: {error}")
     return 0

@@ -25,13 +25,22 @@ def _logging_restored() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
 
 
-def test_serve_starts_no_process_when_the_bundle_has_fewer_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--stages", "64"), "can be cut into at most"),
+        (("--tls-cert-file", __file__, "--tls-key-file", __file__), "no certificate"),
+        (("--handler", "nowhere.py:Handler"), "nowhere.py"),
+    ],
+)
+def test_serve_ends_with_the_reason_when_a_process_refuses_its_settings(
+    tmp_path: Path, options: tuple[str, ...], says: str
+) -> None:
     classifier_bundle(tmp_path / "one")
-    command = ["serve", "--model", str(tmp_path / "one"), "--stages", "64", *FREE_PORTS]
+    command = ["serve", "--model", str(tmp_path / "one"), *options, *FREE_PORTS]
     done = subprocess.run([*PROGRAM, *command], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert "can be cut into at most" in done.stderr.splitlines()[-1]
-    assert "pid=" not in done.stderr
+    assert says in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--join-port", "--metrics-port"])

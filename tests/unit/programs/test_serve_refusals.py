@@ -28,11 +28,6 @@ REFUSED = {
     ("--model", "x" * 300 + ".bundle"): "there is no such ",
     ("--weights", "nowhere.pth"): "--weights nowhere.pth: there is no such ",
     ("--weights-dir", "nowhere"): "--weights-dir nowhere: there is no such ",
-    ("--api-keys-file", "nowhere.keys"): "nowhere.keys",
-    ("--admin-keys-file", "nowhere.keys"): "nowhere.keys",
-    ("--tls-cert-file", "nowhere.pem", "--tls-key-file", "nowhere.pem"): "nowhere.pem",
-    ("--tls-cert-file", __file__, "--tls-key-file", __file__): "no certificate",
-    ("--handler", "nowhere.py:Handler"): "nowhere.py",
     ("--model", "/tmp", "--weights", "random:1"): "error: --weights",
     ("--model", "/tmp", "--image-size", "32"): "error: --image-size",
 }

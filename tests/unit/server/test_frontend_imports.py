@@ -30,7 +30,7 @@ def test_checks_of_the_supervisor_import_no_torch_so_that_it_can_fork_its_proces
     """torch starts threads at its import unless their number is set before, and a process with threads must not fork."""
     code = """import sys
 from multiworld_serving.cli.verbs import processes
-from multiworld_serving.server.supervisor import checks, service
+from multiworld_serving.server.supervisor import service
 from multiworld_serving.models.cache_folder import cache_folder
 cache_folder("bundles")
 print(*sys.modules)"""
