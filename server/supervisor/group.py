@@ -23,8 +23,8 @@ from multiworld_serving.server.supervisor.programs import (
     timeouts_s,
     worker_values,
 )
-from multiworld_serving.server.supervisor.scaling.autoscaler import Autoscaler, limits_of
-from multiworld_serving.server.supervisor.scaling.policy import ScalingPolicy
+from multiworld_serving.server.supervisor.scaling.autoscaler import Autoscaler
+from multiworld_serving.server.supervisor.scaling.policy import Limits, ScalingPolicy
 from multiworld_serving.server.supervisor.supervisor import ProcessSet
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,10 @@ class Group(ProcessSet):
 
     def others(self) -> Iterable[AbstractAsyncContextManager[object]]:
         """The autoscaler."""
-        if (limits := limits_of(self.settings)) is not None:
+        if (limits := self.settings.worker_limits) is not None:
+            policy = ScalingPolicy(Limits(*limits, self.settings.replicas, self.settings.spares))
             workers, leaders = self.supervisors["worker"], self.supervisors["leader"]
-            yield Autoscaler(workers, leaders, self._notify, self._name("worker", ""), ScalingPolicy(limits))
+            yield Autoscaler(workers, leaders, self._notify, self._name("worker", ""), policy)
 
     @property
     def is_reachable(self) -> bool:

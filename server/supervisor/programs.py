@@ -7,7 +7,6 @@ Neither the command line nor the environment has a secret.
 
 import contextlib
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,6 @@ from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.server.supervisor.child_process import ChildProcess
 from multiworld_serving.server.supervisor.notify import NotifyListener
 from multiworld_serving.server.supervisor.supervisor import Supervisor
-
-logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", "multiworld_serving.cli.main")
 """The command `multiworld`. -P keeps the working directory off `sys.path`, so that no module there is imported by mistake."""
@@ -97,11 +94,6 @@ def timeouts_s(settings: ServeSettings, role: Role, worker_stop_s: float = _WORK
     return settings.drain_timeout_s + _STOP_MARGIN_S, blocked_s
 
 
-def settings_file(stack: contextlib.ExitStack, values: Values) -> str:
-    """Path of a JSON file in memory with the settings of a program, secrets included. `stack` removes it."""
-    return memory_file(stack, "settings", to_json(values))
-
-
 def memory_file(stack: contextlib.ExitStack, name: str, text: str) -> str:
     """Path of a file in memory with this text; it disappears with this process, or when `stack` is closed."""
     file = stack.enter_context(os.fdopen(os.memfd_create(name), "w", encoding="utf-8"))
@@ -136,7 +128,7 @@ def environment_of(threads: int, notify: Mapping[str, str]) -> dict[str, str]:
 def import_programs(threads: int) -> bool:
     """Import what leaders, frontends and workers need, before they are forked. Takes seconds.
 
-    Returns whether this process can fork them: not if an import has started a thread.
+    Returns whether this process can fork them; see `can_fork`.
     """
     os.environ |= {SPIN_VARIABLE: os.environ.get(SPIN_VARIABLE, SPINS), **dict.fromkeys(THREAD_VARIABLES, str(threads))}
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # OpenBLAS starts its threads at the import; workers use those of torch
@@ -145,6 +137,11 @@ def import_programs(threads: int) -> bool:
     for module in _IMPORTS:
         importlib.import_module(module)
     del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+    return can_fork()
+
+
+def can_fork() -> bool:
+    """Whether this process has one thread: others would not survive a fork. An import may have started one."""
     return len(os.listdir("/proc/self/task")) == 1
 
 
@@ -171,23 +168,17 @@ class Starter:
 
     Args:
         notify: receives the signs of life of all processes.
-        program: runs a command line of `multiworld` and ends the process.
+        program: runs a command line of `multiworld` in a fork of this process, which has imported the programs, and ends the fork.
+            None: this process does not fork.
 
     Attributes:
         on_restart: called after each restart of a process.
     """
 
-    def __init__(self, notify: NotifyListener, program: Callable[[Sequence[str]], object] = print) -> None:
+    def __init__(self, notify: NotifyListener, program: Callable[[Sequence[str]], object] | None = None) -> None:
         self.notify = notify
         self.on_restart: Callable[[], object] = lambda: None
         self._program = program
-        self._can_fork = False
-
-    def import_programs(self, threads: int) -> None:
-        """Import what the processes need, so that they can be forked."""
-        self._can_fork = import_programs(threads)
-        if not self._can_fork:
-            logger.warning("an import has started a thread: processes start as new programs, which takes longer")
 
     def supervisor(
         self,
@@ -216,11 +207,11 @@ class Starter:
     def _start(self, role: Role, process: Process) -> ChildProcess:
         """Start a process. Raises OSError."""
         with contextlib.ExitStack() as stack:
-            own = int(settings_file(stack, process.values).rpartition("/")[2])
+            own = int(memory_file(stack, "settings", to_json(process.values)).rpartition("/")[2])
             command = [role, "--name", process.name, "--settings-json", f"/dev/fd/{own}"]
             environment = environment_of(process.threads, self.notify.environment)
             fds = [*process.fds.values(), own]
-            if self._can_fork:
+            if self._program is not None and can_fork():
                 title = " ".join(["multiworld", *command])
                 return ChildProcess.fork(title, partial(self._program, command), environment, fds)
             return ChildProcess.spawn([*PROGRAM, *command], environment, fds)

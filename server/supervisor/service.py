@@ -24,7 +24,7 @@ from multiworld_serving.server.supervisor.forwarder import SIGNALS
 from multiworld_serving.server.supervisor.group import local_host_of
 from multiworld_serving.server.supervisor.models import Models, prepared
 from multiworld_serving.server.supervisor.notify import NotifyListener, unix_socket
-from multiworld_serving.server.supervisor.programs import Starter
+from multiworld_serving.server.supervisor.programs import Starter, import_programs
 from multiworld_serving.server.supervisor.upgrade import Upgrade
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ class Service:
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, lambda *_: os._exit(0))
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing to upgrade yet
-        self._starter.import_programs(max(group.threads for group in self.models.groups.values()))
+        if not import_programs(max(group.threads for group in self.models.groups.values())):
+            logger.warning("an import has started a thread: processes start as new programs, which takes longer")
 
     async def run(self) -> str:
         """Run all processes until a signal, or until they cannot start. Returns why they cannot; empty after a signal."""

@@ -72,9 +72,9 @@ class Supervisor:
     Attributes:
         start: starts the process of a slot. Raises OSError.
         count: number of slots on entering, 0 to `count` - 1.
+        notify: receives the signs of life of the processes.
         kind: kind of process, for log lines.
         stop_timeout_s: seconds from SIGTERM to SIGKILL.
-        notify: receives the signs of life of the processes.
         blocked_timeout_s: seconds without a sign of life after which a process is killed.
         on_restart: called after each restart, and when `failing` has changed.
         cannot_start: set when one of the first processes reports at its first start that it cannot start with its settings, or when all
@@ -84,10 +84,10 @@ class Supervisor:
 
     start: Callable[[int], ChildProcess]
     count: int
+    notify: NotifyListener
     kind: str = "worker"
     backoff: Backoff = Backoff()
     stop_timeout_s: float = 10.0
-    notify: NotifyListener | None = None
     blocked_timeout_s: float = float("inf")
     on_restart: Callable[[], object] = lambda: None
     cannot_start: asyncio.Event = field(default_factory=asyncio.Event)
@@ -220,11 +220,9 @@ class Supervisor:
         Returns:
             Its exit status or signal name, and why it cannot start with its settings, if it has said so.
         """
-        refused, kill_timeout_s = "", KILL_TIMEOUT_S
+        kill_timeout_s = KILL_TIMEOUT_S
         ended = asyncio.create_task(child.ended())
-        waits: list[Awaitable[object]] = [asyncio.shield(ended), slot.stopping.wait()]
-        if self.notify is not None:
-            waits.append(self._blocked(slot, child.pid, self.notify))
+        waits: list[Awaitable[object]] = [asyncio.shield(ended), slot.stopping.wait(), self._blocked(slot, child.pid)]
         try:
             await first_of(*waits)
             child.send(signal.SIGTERM if slot.stopping.is_set() else signal.SIGKILL)
@@ -234,14 +232,13 @@ class Supervisor:
             kill_timeout_s = 0.0
         finally:
             ended.cancel()
-            if self.notify is not None:
-                refused, error = self.notify.forget(child.pid)
-                slot.error = refused or error
+            refused, error = self.notify.forget(child.pid)
+            slot.error = refused or error
             slot.child = None
             status = status_text(child.reap(kill_timeout_s))
         return status, refused
 
-    async def _blocked(self, slot: _Slot, pid: int, notify: NotifyListener) -> None:
+    async def _blocked(self, slot: _Slot, pid: int) -> None:
         """Wait until a process has sent nothing for too long. The time of a pause of the whole machine does not count."""
         resumed_s = checked_s = time.monotonic()
         silent_s = 0.0
@@ -251,7 +248,7 @@ class Supervisor:
             if now_s - checked_s > _PAUSED_S:
                 resumed_s = now_s
             checked_s = now_s
-            silent_s = min(notify.silent_s(pid), now_s - resumed_s)
+            silent_s = min(self.notify.silent_s(pid), now_s - resumed_s)
         facts = self.kind, slot.index, pid, silent_s
         logger.error("%s slot=%d pid=%d gave no sign of life for %.1f s: killing it", *facts)
 

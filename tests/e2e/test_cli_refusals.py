@@ -30,7 +30,6 @@ def _logging_restored() -> Iterator[None]:
     [
         (("--stages", "64"), "can be cut into at most"),
         (("--tls-cert-file", __file__, "--tls-key-file", __file__), "no certificate"),
-        (("--handler", "nowhere.py:Handler"), "nowhere.py"),
     ],
 )
 def test_serve_ends_with_the_reason_when_a_process_refuses_its_settings(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from multiworld_serving.server.supervisor.child_process import ChildProcess
+from multiworld_serving.server.supervisor.notify import NotifyListener
 from multiworld_serving.server.supervisor.supervisor import Supervisor
 
 PRELUDE = """
@@ -45,6 +46,9 @@ class Reports:
 
     Args:
         forking: whether supervisors created here fork their children from this process.
+
+    Attributes:
+        notify: receives the signs of life of their children.
     """
 
     def __init__(self, fifo: Path, *, forking: bool) -> None:
@@ -52,6 +56,7 @@ class Reports:
             os.mkfifo(fifo)
         self.fifo = fifo
         self.forking = forking
+        self.notify = NotifyListener()
         self._queue: asyncio.Queue[list[str]] = asyncio.Queue()
         self._fd = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
 
@@ -62,6 +67,7 @@ class Reports:
     async def __aexit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._fd)
         os.close(self._fd)
+        self.notify.__exit__()
 
     def _read(self) -> None:
         for line in os.read(self._fd, 65536).decode().splitlines():
@@ -83,10 +89,9 @@ class Reports:
             return ChildProcess.spawn(command, environment, fds)
         return ChildProcess.fork("", partial(run_here, command), environment, fds)
 
-    def supervisor(
-        self, script: str, count: int = 1, environment: Mapping[str, str] = os.environ, **options: Any
-    ) -> Supervisor:
-        return Supervisor(lambda slot: self.start(script, slot, environment), count, **options)
+    def supervisor(self, script: str, count: int = 1, **options: Any) -> Supervisor:
+        environment = os.environ | self.notify.environment
+        return Supervisor(lambda slot: self.start(script, slot, environment), count, self.notify, **options)
 
 
 def run_here(command: Sequence[str]) -> None:

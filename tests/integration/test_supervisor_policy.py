@@ -73,8 +73,8 @@ async def test_silence_is_that_of_the_process_alone(
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(supervisor, "asyncio", SimpleNamespace(sleep=sleep))
     notify: Any = SimpleNamespace(silent_s=lambda pid: now_s - 100)
-    watched: Any = SimpleNamespace(blocked_timeout_s=9.5, kind="worker")
-    await Supervisor._blocked(watched, cast(Any, SimpleNamespace(index=0)), 7, notify)
+    watched: Any = SimpleNamespace(blocked_timeout_s=9.5, kind="worker", notify=notify)
+    await Supervisor._blocked(watched, cast(Any, SimpleNamespace(index=0)), 7)
     assert now_s == 100 + silent_s
 
 

@@ -9,12 +9,10 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from multiworld_serving.server.supervisor.child_process import ChildProcess
-from multiworld_serving.server.supervisor.notify import NotifyListener
 from multiworld_serving.server.supervisor.supervisor import Backoff, Supervisor
 from tests.integration.small_processes import (
     DEAF,
@@ -144,7 +142,7 @@ def test_processes_of_ended_parents_are_collected_and_own_children_are_not() -> 
 
 async def test_process_is_retried_when_it_cannot_be_started(reports: Reports, caplog: pytest.LogCaptureFixture) -> None:
     commands = iter([["/nowhere/to/be/found"], reports.command(FOREVER, 0)])
-    async with Supervisor(lambda _: ChildProcess.spawn(next(commands), os.environ), 1):
+    async with Supervisor(lambda _: ChildProcess.spawn(next(commands), os.environ), 1, reports.notify):
         await reports.next()
     assert "cannot be started" in caplog.text
 
@@ -207,15 +205,12 @@ async def test_repeated_kills_leak_nothing(reports: Reports) -> None:
 async def test_process_is_killed_and_started_again_when_it_gives_no_more_signs_of_life(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with NotifyListener() as notify, notify.receiving():
-        options: dict[str, Any] = {"environment": {**os.environ, **notify.environment}, "notify": notify}
-        async with reports.supervisor(
-            ONE_SIGN_OF_LIFE, blocked_timeout_s=0.5, backoff=AT_ONCE, **options
-        ) as supervisor:
+    with reports.notify.receiving():
+        async with reports.supervisor(ONE_SIGN_OF_LIFE, blocked_timeout_s=0.5, backoff=AT_ONCE) as supervisor:
             first = await reports.next_pid()
             assert await reports.next_pid() != first
             await until(lambda: supervisor.restarts[0] >= 1)  # a slow one may be killed before it has reported
-            assert notify.silent_s(first) == 0, "its pid may be reused"
+            assert reports.notify.silent_s(first) == 0, "its pid may be reused"
     assert "gave no sign of life" in caplog.text
     assert "ended status=SIGKILL" in caplog.text
 
@@ -232,12 +227,11 @@ async def test_process_is_not_restarted_when_its_settings_are_invalid(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = SEND + "send('STATUS=no such device'); sys.exit(2)"
-    with NotifyListener() as notify:
-        async with reports.supervisor(script, environment=os.environ | notify.environment, notify=notify) as supervisor:
-            await supervisor.cannot_start.wait()
-            assert supervisor._slots[0].supervision is not None
-            await supervisor._slots[0].supervision
-            assert supervisor.restarts == {0: 0}
+    async with reports.supervisor(script) as supervisor:
+        await supervisor.cannot_start.wait()
+        assert supervisor._slots[0].supervision is not None
+        await supervisor._slots[0].supervision
+        assert supervisor.restarts == {0: 0}
     assert "slot=0 refused its settings: no such device" in caplog.text
 
 
@@ -247,12 +241,11 @@ async def test_process_is_restarted_when_others_were_ready_or_it_reported_nothin
 ) -> None:
     ready = "send('READY=1'); report('ready'); signal.pause()" if message else "report('ready'); signal.pause()"
     script = SEND + f"if sys.argv[1] == '0':\n    {ready}\nif {message!r}: send({message!r})\nsys.exit(2)"
-    with NotifyListener() as notify:
-        async with reports.supervisor(script, environment=os.environ | notify.environment, notify=notify) as supervisor:
-            await reports.next()
-            index = supervisor.add()
-            await until(lambda: supervisor.restarts[index] >= 1)
-            assert not supervisor.cannot_start.is_set()
+    async with reports.supervisor(script) as supervisor:
+        await reports.next()
+        index = supervisor.add()
+        await until(lambda: supervisor.restarts[index] >= 1)
+        assert not supervisor.cannot_start.is_set()
 
 
 DIES = SEND + "send('X_ERROR=OSError: no threads'); sys.exit(1)"
@@ -261,12 +254,10 @@ DIES = SEND + "send('X_ERROR=OSError: no threads'); sys.exit(1)"
 async def test_supervisor_says_why_processes_cannot_start_when_all_of_them_end_at_once(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with NotifyListener() as notify:
-        options: dict[str, Any] = {"environment": os.environ | notify.environment, "notify": notify}
-        async with reports.supervisor(DIES, 2, backoff=AT_ONCE, **options) as supervisor:
-            await supervisor.cannot_start.wait()
-            assert all("OSError: no threads" in text for text in supervisor.failing)
-            assert len(supervisor.failing) == 2
+    async with reports.supervisor(DIES, 2, backoff=AT_ONCE) as supervisor:
+        await supervisor.cannot_start.wait()
+        assert all("OSError: no threads" in text for text in supervisor.failing)
+        assert len(supervisor.failing) == 2
     assert "ended 5 times in a row within 3 s of its start: OSError: no threads" in supervisor.error
     assert "slot=0 ended 5 times in a row" in caplog.text
 
@@ -279,17 +270,15 @@ async def test_failing_process_is_named_until_it_lives_and_ends_no_service_that_
     script = (
         SEND + f"if {works}:\n    send('READY=1'); report('ready'); signal.pause()\nsend('X_ERROR=broken'); sys.exit(1)"
     )
-    with NotifyListener() as notify:
-        options: dict[str, Any] = {"environment": os.environ | notify.environment, "notify": notify}
-        async with reports.supervisor(script, backoff=AT_ONCE, **options) as supervisor:
-            supervisor.on_restart = lambda: changes.append(supervisor.failing)
-            await reports.next()
-            index = supervisor.add()
-            await until(lambda: [each for each in changes if f"slot={index}" in "".join(each)])
-            assert not supervisor.cannot_start.is_set()
-            repaired.touch()
-            await until(lambda: not supervisor.failing)
-            assert changes[-1] == []
+    async with reports.supervisor(script, backoff=AT_ONCE) as supervisor:
+        supervisor.on_restart = lambda: changes.append(supervisor.failing)
+        await reports.next()
+        index = supervisor.add()
+        await until(lambda: [each for each in changes if f"slot={index}" in "".join(each)])
+        assert not supervisor.cannot_start.is_set()
+        repaired.touch()
+        await until(lambda: not supervisor.failing)
+        assert changes[-1] == []
 
 
 @programs_and_forks
@@ -308,7 +297,7 @@ async def test_process_has_its_environment_and_the_descriptors_of_its_slot_under
         def start(slot: int) -> ChildProcess:
             return reports.start(script, slot, {"COLOUR": "blue"}, [fd] if slot else [])
 
-        async with Supervisor(start, 2) as supervisor:
+        async with Supervisor(start, 2, reports.notify) as supervisor:
             found = {slot: word for slot, _, word in [await reports.next() for _ in range(2)]}
             await until(lambda: len(supervisor.pids) == 2)
     assert found == {"0": "blue-False", "1": "blue-supervisor"}

@@ -7,9 +7,8 @@ import logging
 import time
 from typing import Self
 
-from multiworld_serving.common.settings.serve import ServeSettings
 from multiworld_serving.server.supervisor.notify import NotifyListener
-from multiworld_serving.server.supervisor.scaling.policy import Grow, Limits, ScalingPolicy, Stop
+from multiworld_serving.server.supervisor.scaling.policy import Grow, ScalingPolicy, Stop
 from multiworld_serving.server.supervisor.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -17,14 +16,6 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 0.25
 _REPORT_AGE_S = 5.0
 """A report that is older is ignored. Leaders report twice a second."""
-
-
-def limits_of(settings: ServeSettings) -> Limits | None:
-    """The limits of `--autoscale`; None without it."""
-    if settings.worker_limits is None:
-        return None
-    least, most = settings.worker_limits
-    return Limits(least, most, settings.replicas, settings.spares)
 
 
 class Autoscaler:

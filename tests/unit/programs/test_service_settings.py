@@ -18,7 +18,7 @@ from multiworld_serving.common.service.model_files import served_name
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
 from multiworld_serving.server.supervisor.models import by_name
-from multiworld_serving.server.supervisor.programs import frontend_values, leader_values, settings_file
+from multiworld_serving.server.supervisor.programs import frontend_values, leader_values, memory_file
 
 PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
 
@@ -73,7 +73,7 @@ def test_frontend_with_a_token_file_has_settings_for_each_model(tmp_path: Path) 
 def test_file_of_settings_is_in_memory_and_only_this_user_can_read_it() -> None:
     settings = ServeSettings(**PORTS).model_copy(update=LOCAL)
     with contextlib.ExitStack() as stack:
-        path = Path(settings_file(stack, leader_values(settings, 0)))
+        path = Path(memory_file(stack, "settings", to_json(leader_values(settings, 0))))
         assert str(path).startswith(f"/proc/{os.getpid()}/fd/")
         assert path.stat().st_nlink == 0, "it has no name in any folder"
         assert '"local_token": "of-the-service"' in path.read_text()
