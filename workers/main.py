@@ -42,7 +42,8 @@ def run(settings: WorkerSettings) -> int:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
     """
     raise_descriptor_limit()
-    device = _device_of(settings.device)
+    device = device_of(settings.device, settings.slot)
+    settings = settings.model_copy(update={"device": str(device)})
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     with contextlib.suppress(RuntimeError):  # torch allows it once per process
         torch.set_num_interop_threads(1)
@@ -51,8 +52,8 @@ def run(settings: WorkerSettings) -> int:
         return runner.run(_serve(settings, device))
 
 
-def _device_of(name: str) -> torch.device:
-    """The torch device of this name. Raises UserError if this machine does not have it."""
+def device_of(name: str, slot: int) -> torch.device:
+    """The torch device of this name; "cuda" is the GPU of this slot, in turn. Raises UserError if this machine does not have it."""
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count()
@@ -61,6 +62,7 @@ def _device_of(name: str) -> torch.device:
             raise UserError(
                 f"device {name!r} does not exist: this machine has {there}; use --device cpu or another index"
             )
+        return torch.device("cuda", slot % count if device.index is None else device.index)
     return device
 
 

@@ -3,13 +3,10 @@
 import contextlib
 import logging
 import socket
-import subprocess
-import sys
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from ipaddress import ip_address
 
-from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind
 from multiworld_serving.common.settings.serve import ServeSettings
@@ -31,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _NAMES: dict[Role, str] = {"worker": "local", "leader": "leader"}
 """First part of the names of the processes."""
-_COUNT_CUDA_DEVICES = "import torch; print(torch.cuda.device_count())"
 
 
 class Group(ProcessSet):
@@ -40,7 +36,7 @@ class Group(ProcessSet):
     Args:
         prefix: first part of the names of its processes.
         workers: number of workers of all models, which share the cores.
-        is_new: whether the model is added to others that serve. It must fit into the memory that these leave.
+        is_new: whether the model is added to others that serve. It must fit into the memory that these leave, until it is ready.
         stack: closes the sockets.
     """
 
@@ -55,11 +51,10 @@ class Group(ProcessSet):
         is_new: bool = False,
     ) -> None:
         self.settings = settings
-        self._is_new = is_new
+        self.is_new = is_new
         self.threads = compute_threads(settings, workers)
         self._notify = starter.notify
         self._prefix = prefix
-        self._devices = _devices(settings)
         self.joins = [
             stack.enter_context(
                 bind(settings.join_host, settings.join_port_of(index), option("join_port"), option("join_host"))
@@ -109,7 +104,7 @@ class Group(ProcessSet):
     def _leader(self, slot: int) -> Process:
         name, settings = self._name("leader", slot), self.settings
         fds = {"join_fd": self.joins[slot].fileno()}
-        checks = self._is_new and settings.device == "cpu" and not settings.external_workers
+        checks = self.is_new and settings.device == "cpu" and not settings.external_workers
         return Process(name, {**leader_values(settings, slot), "name": name, "local_memory": checks, **fds}, fds)
 
     def _worker(self, slot: int) -> Process:
@@ -118,30 +113,12 @@ class Group(ProcessSet):
             "leader": self.leaders,
             "name": name,
             "threads": self.threads,
-            "device": self._devices[slot % len(self._devices)],
+            "slot": slot,
         }
         return Process(name, {**worker_values(settings), **own}, {}, self.threads)
 
     def _name(self, role: Role, slot: object) -> str:
         return f"{self._prefix}{_NAMES[role]}-{slot}"
-
-
-def _devices(settings: ServeSettings) -> list[str]:
-    """Return the devices of local workers, in turn: "cuda" without an index means the GPUs of this machine. Raises UserError."""
-    if settings.device == "cpu" or settings.external_workers:
-        return [settings.device]
-    try:
-        command = [sys.executable, "-c", _COUNT_CUDA_DEVICES]
-        count = int(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)  # noqa: S603
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise UserError(f"--device {settings.device}: cannot count the GPUs of this machine: {error}") from error
-    devices = [f"cuda:{index}" for index in range(count)]
-    if settings.device not in ("cuda", *devices) or not devices:
-        raise UserError(
-            f"device {settings.device!r} does not exist: this machine has {', '.join(devices) or 'no CUDA device'}; "
-            f"use --device cpu or another index"
-        )
-    return devices if settings.device == "cuda" else [settings.device]
 
 
 def local_host_of(host: str) -> str:

@@ -245,7 +245,6 @@ class Models:
         else:
             if name in self.groups:
                 raise UserError(f"there is a model {name!r} already")
-            check_model_files(settings)
             workers = sum(group.settings.max_workers for group in self.groups.values()) + settings.max_workers
             with contextlib.ExitStack() as stack:
                 group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers, is_new=True)
@@ -253,6 +252,8 @@ class Models:
             group.log_external(name)
             groups, self._given[name] = {**self.groups, name: group}, settings
         await self._serve(groups, timeout_s)
+        for each in groups.values():
+            each.is_new = False
         logger.info("%s model=%s", "removed" if settings is None else "added", name)
 
     def _new_frontends(self, groups: Mapping[str, Group], wait_until_ready: Collection[str] | None) -> Frontends:

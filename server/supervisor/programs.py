@@ -74,11 +74,11 @@ def model_values(models: Mapping[str, ServeSettings]) -> dict[str, Values]:
 
 
 def worker_values(settings: ServeSettings) -> Values:
-    """The settings of all workers, without name, device, threads and leaders."""
+    """The settings of all workers, without name, slot, threads and leaders."""
     assert settings.local_token is not None, "the token must be set before workers start"
     shared = {name for name in WorkerSettings.model_fields if name in ServeSettings.model_fields}
     # These are settings of other processes, or of the supervisor.
-    others = {"advertise_host", "device", "metrics_host", "metrics_port", "token", "token_file"}
+    others = {"advertise_host", "metrics_host", "metrics_port", "token", "token_file"}
     return {
         **{name: getattr(settings, name) for name in shared - others},
         "token": settings.local_token,
