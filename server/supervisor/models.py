@@ -89,12 +89,13 @@ class Models:
     """Owns the leaders and workers of each model, and the frontends. Changes the models, one at a time.
 
     Args:
-        models: the settings of each model by its name.
         fds: the descriptors of the frontends' listening sockets, by setting.
         stack: closes sockets and files.
         changes: those of commands since the settings were read: the table of an added model, None for a removed one.
         requests: the Unix socket at which frontends request changes.
-        wait_until_ready: the first frontends accept connections when these models are ready; None: at once.
+        replaces: the processes of another service use the same sockets, until those of this one are ready.
+    Raises:
+        UserError, ModelError: the settings of a model are invalid, a file is missing, or a model cannot be exported.
 
     Attributes:
         turn: held by a change of the models, or by an upgrade. There is one at a time.
@@ -105,14 +106,13 @@ class Models:
     def __init__(
         self,
         settings: ServeSettings,
-        models: Mapping[str, ServeSettings],
         starter: Starter,
         fds: Mapping[str, int],
         stack: contextlib.ExitStack,
         *,
         changes: dict[str, Table | None],
         requests: str,
-        wait_until_ready: Collection[str] | None = None,
+        replaces: bool,
     ) -> None:
         self.changes = changes
         self.groups: dict[str, Group] = {}
@@ -125,15 +125,19 @@ class Models:
         self._requests = requests
         self._requester: tuple[int, asyncio.StreamWriter] | None = None
         """The frontend that has requested the present change: its process id, and the connection for the reply."""
-        tables: dict[str, Table | None] = {**{table["name"]: table for table in settings.models}, **changes}
-        self._given = {name: settings.group_of(table) for name, table in tables.items() if table is not None}
-        """The settings of each model that has a table, as given."""
+        kept = [each for each in settings.groups if served_name(each) not in changes]
+        models = checked([*kept, *(settings.group_of(table) for table in changes.values() if table is not None)])
+        self._given = {name: each.model_copy(update={"join_port": 0}) for name, each in models.items()}
+        """The settings of each model as given, without the join port of the first one."""
+        if replaces:  # the leaders of the other service use their ports, and no worker is on another machine
+            models = self._given
         self._generations: list[Frontends] = []
         workers = sum(each.max_workers for each in models.values())
         for name, each in models.items():
             prefix = f"{name}-" if len(models) > 1 else ""
-            self.groups[name] = Group(each, starter, stack, prefix=prefix, workers=workers)
-        self.frontends = self._new_frontends(self.groups, wait_until_ready)
+            own = each.model_copy(update={"weights": available_weights(each)})
+            self.groups[name] = Group(own, starter, stack, prefix=prefix, workers=workers)
+        self.frontends = self._new_frontends(self.groups, models if replaces else None)
         starter.on_restart = self._write_state
 
     @property
@@ -325,19 +329,6 @@ def restart_metrics(restarts: Iterable[tuple[str, str, Mapping[int, int]]]) -> s
         text += f"# HELP {name} Restarts of {role}s by the supervisor.\n# TYPE {name} counter\n"
         text += "".join(f'{name}{{{label}slot="{slot}"}} {count}\n' for slot, count in of_slots.items())
     return text
-
-
-def prepared(settings: ServeSettings, changes: Mapping[str, Table | None]) -> dict[str, ServeSettings]:
-    """The settings of each model by its name, when its files are checked and exported. Raises UserError or ModelError.
-
-    Args:
-        changes: models that commands have added to the service that this one replaces, or removed.
-    """
-    groups = [each for each in settings.groups if served_name(each) not in changes]
-    groups += [settings.group_of(table) for table in changes.values() if table is not None]
-    return {
-        name: each.model_copy(update={"weights": available_weights(each)}) for name, each in checked(groups).items()
-    }
 
 
 def checked(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from multiworld_serving.common.config.errors import UserError
@@ -22,7 +22,7 @@ from multiworld_serving.common.settings.serve import ServeSettings
 from multiworld_serving.server.supervisor.child_process import reap_adopted
 from multiworld_serving.server.supervisor.forwarder import SIGNALS
 from multiworld_serving.server.supervisor.group import local_host_of
-from multiworld_serving.server.supervisor.models import Models, prepared
+from multiworld_serving.server.supervisor.models import Models
 from multiworld_serving.server.supervisor.notify import NotifyListener, unix_socket
 from multiworld_serving.server.supervisor.programs import Starter, import_programs
 from multiworld_serving.server.supervisor.upgrade import Upgrade
@@ -45,11 +45,8 @@ def run(settings: ServeSettings, program: Callable[[Sequence[str]], object]) -> 
     settings.accepted_secrets  # noqa: B018 - raises if the token file is invalid
     with contextlib.ExitStack() as stack:
         upgrade = Upgrade(stack)
-        models = prepared(settings, upgrade.changes)
-        if upgrade.replaces:  # the predecessor's leaders still use their ports, and no worker is on another machine
-            models = {name: each.model_copy(update={"join_port": 0}) for name, each in models.items()}
         raise_descriptor_limit()
-        service = Service(settings, models, stack, program, upgrade)
+        service = Service(settings, stack, program, upgrade)
         service.import_programs()
         if error := asyncio.run(service.run()):
             raise UserError(f"the service cannot start: {error}")
@@ -60,7 +57,6 @@ class Service:
     """Opens the listening sockets, starts the processes, and acts on signals: stop, upgrade, or read files again.
 
     Args:
-        models: the settings of each model by its name.
         stack: closes the sockets and files.
         program: see `Starter`.
 
@@ -71,7 +67,6 @@ class Service:
     def __init__(
         self,
         settings: ServeSettings,
-        models: Mapping[str, ServeSettings],
         stack: contextlib.ExitStack,
         program: Callable[[Sequence[str]], object],
         upgrade: Upgrade,
@@ -91,13 +86,12 @@ class Service:
         self._starter = Starter(stack.enter_context(NotifyListener()), program)
         self.models = Models(
             settings,
-            models,
             self._starter,
             {name: sock.fileno() for name, sock in self._sockets.items()},
             stack,
             changes=upgrade.changes,
             requests=name,
-            wait_until_ready=models if upgrade.replaces else None,
+            replaces=upgrade.replaces,
         )
 
     def import_programs(self) -> None:
