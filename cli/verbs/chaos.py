@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,7 @@ def chaos(options: ChaosOptions) -> int:
     try:
         with options.service() as system:
             journal = None if json_file is None else json_file.with_name(f"{json_file.name}.part")
-            result = run(system, options, faults, files, journal=journal, log=lambda line: print(line, flush=True))
+            result = run(system, options, faults, files, journal, partial(print, flush=True))
     except (ServiceFailedError, NotRecoveredError, httpx.HTTPError) as error:
         raise ServiceError(str(error) or type(error).__name__) from error
     report = summarize(result)

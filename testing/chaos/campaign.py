@@ -51,16 +51,15 @@ def run(
     system: RunningService,
     plan: Plan,
     faults: Sequence[Fault],
-    files: Sequence[tuple[bytes, str]] = (),
-    *,
-    journal: Path | None = None,
-    log: Callable[[str], None] = lambda _line: None,
+    files: Sequence[tuple[bytes, str]],
+    journal: Path | None,
+    log: Callable[[str], None],
 ) -> CampaignResult:
     """Inject the planned faults into a service under load.
 
     Args:
         files: bodies and content types of requests to /predict, used in turn; empty generates requests for the served model.
-        journal: a file from which an interrupted campaign continues. It is removed when the campaign is complete.
+        journal: None, or a file from which an interrupted campaign continues. It is removed when the campaign is complete.
         log: called with one line of text per event.
     Raises:
         httpx.HTTPError: the service does not answer before the first fault.

@@ -72,11 +72,10 @@ def drop_rules(connections: Iterable[Connection], direction: Direction) -> list[
     return rules
 
 
-def _missing_reason(what: str, *programs: str) -> str:
-    """Return which of the programs is not installed, or that root is needed; empty if neither."""
-    for program in programs:
-        if not shutil.which(program):
-            return f"the program `{program}` is not installed"
+def _missing_reason(what: str, program: str) -> str:
+    """Return that the program is not installed, or that root is needed; empty if neither."""
+    if not shutil.which(program):
+        return f"the program `{program}` is not installed"
     return f"{what} needs root" if os.geteuid() != 0 else ""
 
 
