@@ -44,7 +44,7 @@ def test_serving_wheel_has_three_top_level_packages_and_their_data(serving: Path
     assert top == {"multiworld", "multiworld_client", "multiworld_serving"}
     folders = {name.split("/")[1] for name in names if name.startswith("multiworld_serving/") and name.count("/") > 1}
     assert folders == {path.name for path in (ROOT / "multiworld_serving").iterdir() if path.is_symlink()}
-    page = {path.name for path in (ROOT / "server" / "api" / "status_page").iterdir()}
+    page = {path.name for path in (ROOT / "server" / "frontend" / "api" / "status_page").iterdir()}
     assert {f"multiworld_serving/server/frontend/api/status_page/{name}" for name in page} <= set(names)
     assert {f"{package}/py.typed" for package in top} <= set(names)
     assert "multiworld_serving/server/frontend/api/oip_grpc/open_inference.proto" in names
