@@ -11,8 +11,8 @@ This package is the top layer of the library: it may import every other package 
 Start reading at `world.py` (the API), then `protocol/` (the decisions, without I/O), then `agent.py` (the I/O of a member).
 """
 
+from multiworld.elastic.calls import AllReduceHandle, AllReduceOutcome
 from multiworld.elastic.manager import ElasticManager
-from multiworld.elastic.operations import AllReduceHandle, AllReduceOutcome
 from multiworld.elastic.rendezvous import ElasticRendezvous
 from multiworld.elastic.world import ElasticWorld
 from multiworld.errors import DesyncError, ElasticError, EvictedError, RendezvousError, ViewChangeError

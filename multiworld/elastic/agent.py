@@ -14,17 +14,8 @@ import torch
 
 from multiworld.collectives.movement import all_gather_into_tensor
 from multiworld.control.dial import ask, local_host
+from multiworld.elastic.protocol import messages
 from multiworld.elastic.protocol.member_state import Action, CloseView, EndMembership, FormView, MemberState, Send
-from multiworld.elastic.protocol.messages import (
-    Evicted,
-    Join,
-    MemberInfo,
-    MessageError,
-    Refused,
-    View,
-    decode,
-    encode,
-)
 from multiworld.elastic.rendezvous_link import RendezvousLink
 from multiworld.errors import (
     AskError,
@@ -91,7 +82,7 @@ class MemberAgent:
         self._manager = manager
         self._name = world_name
         self._config = config
-        self._member = MemberInfo(self.state.id, "", 0)
+        self._member = messages.MemberInfo(self.state.id, "", 0)
         self._link: RendezvousLink | None = None
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,7 +99,7 @@ class MemberAgent:
                 # In threads, because names may have to be resolved.
                 host = config.host or await asyncio.to_thread(local_host, config.addr, config.port)
                 port = await asyncio.to_thread(self._manager.listen, host)
-                self._member = MemberInfo(self.state.id, host, port)
+                self._member = messages.MemberInfo(self.state.id, host, port)
                 self._spawn(self._watch_world())
                 self._link = await self._connect(timeout_s)
                 self._spawn(self._receive_messages())
@@ -219,7 +210,7 @@ class MemberAgent:
             self._world.close()
             self._world = None
 
-    async def _form_world(self, view: View, previous: asyncio.Task[None] | None) -> None:
+    async def _form_world(self, view: messages.View, previous: asyncio.Task[None] | None) -> None:
         """Form the world of `view` after the previous attempt has ended."""
         if previous is not None:
             await asyncio.gather(previous, return_exceptions=True)
@@ -254,7 +245,7 @@ class MemberAgent:
             try:
                 while True:
                     self.perform(self.state.on_message(await self._link.receive()))
-            except (WorldError, MessageError) as error:
+            except (WorldError, messages.MessageError) as error:
                 reason = f"the connection to the rendezvous server is lost: {error}"
             if self.error is not None:
                 return
@@ -263,7 +254,7 @@ class MemberAgent:
             try:
                 self._link = await self._connect(self._config.view_change_timeout_s)
             except EvictedError as error:
-                self.perform(self.state.on_message(Evicted(error.message)))
+                self.perform(self.state.on_message(messages.Evicted(error.message)))
             except (ElasticError, PermissionError) as error:
                 self.perform(self.state.on_rendezvous_lost(f"{reason}; reconnecting failed: {error}"))
                 return
@@ -274,21 +265,21 @@ class MemberAgent:
     async def _connect(self, timeout_s: float) -> RendezvousLink:
         """Connect to the rendezvous server and retry for `timeout_s`. Raises EvictedError, RendezvousError, PermissionError."""
         config, until_s = self._config, asyncio.get_running_loop().time() + timeout_s
-        join = encode(Join(self._name, self._member, resume=self.state.phase != "waiting")).decode()
+        join = messages.encode(messages.Join(self._name, self._member, resume=self.state.phase != "waiting")).decode()
         while True:
             try:
                 reply = await ask(config.addr, config.port, join, secret=config.secret, timeout_s=_CONNECT_TIMEOUT_S)
-                match decode(reply):
-                    case Evicted(reason):
+                match messages.decode(reply):
+                    case messages.Evicted(reason):
                         raise EvictedError(self._name, one_line(reason))
-                    case Refused(reason):
+                    case messages.Refused(reason):
                         raise RendezvousError(self._name, f"refused: {one_line(reason)}")
                 return await RendezvousLink.open(
                     self._manager, self._name, self.state.id, 1, config.addr, config.port, _CONNECT_TIMEOUT_S
                 )
             except ElasticError:
                 raise
-            except (AskError, WorldError, MessageError) as error:
+            except (AskError, WorldError, messages.MessageError) as error:
                 if asyncio.get_running_loop().time() > until_s:
                     detail = f"the rendezvous server could not be reached for {timeout_s:g} s: {error}"
                     raise RendezvousError(self._name, detail) from None
@@ -308,7 +299,7 @@ class MemberAgent:
             self.leave(ViewChangeError, f"internal error: {error!r}")
 
 
-def suspect_of(member_id: str, view: View, failure: Exception | WorldEvent) -> str:
+def suspect_of(member_id: str, view: messages.View, failure: Exception | WorldEvent) -> str:
     """Return the id of the member that caused `failure`; "" if there is none, or if it is this member."""
     match failure:
         case BrokenWorldException(cause=cause, rank=int(rank)) | WorldEvent(cause=cause, rank=int(rank)):

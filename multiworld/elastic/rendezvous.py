@@ -16,18 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from multiworld.config import HEARTBEAT_TIMEOUT_S
+from multiworld.elastic.protocol import messages
 from multiworld.elastic.protocol.coordinator import Action, Coordinator, Persist, SendTo
-from multiworld.elastic.protocol.messages import (
-    Admitted,
-    Evicted,
-    Join,
-    MemberInfo,
-    MessageError,
-    Refused,
-    View,
-    decode,
-    encode,
-)
 from multiworld.elastic.rendezvous_link import RendezvousLink
 from multiworld.elastic.state_file import StateFile
 from multiworld.errors import AskError, WorldError
@@ -129,10 +119,10 @@ class ElasticRendezvous:
         """Run until cancelled."""
         await asyncio.get_running_loop().create_future()
 
-    def view(self, world_name: str) -> View:
+    def view(self, world_name: str) -> messages.View:
         """Return the current view of that world. Its number is 0 if the world has no members."""
         world = self._worlds.get(world_name)
-        return world.coordinator.view if world else View(0, ())
+        return world.coordinator.view if world else messages.View(0, ())
 
     def connected(self, world_name: str) -> int:
         """Return the number of connected members, new ones included, of that world."""
@@ -144,32 +134,32 @@ class ElasticRendezvous:
     async def _reply(self, question: str, host: str) -> bytes:
         """Answer a member that wants to join, and serve its link. Raises AskError if it shall ask again."""
         try:
-            join = decode(question)
-        except MessageError as error:
+            join = messages.decode(question)
+        except messages.MessageError as error:
             logger.warning("invalid join request from %s: %s", host, one_line(str(error), 200))
-            return encode(Refused(one_line(str(error), 200)))
-        if not isinstance(join, Join):
-            return encode(Refused("not a join request of an elastic world"))
+            return messages.encode(messages.Refused(one_line(str(error), 200)))
+        if not isinstance(join, messages.Join):
+            return messages.encode(messages.Refused("not a join request of an elastic world"))
         if rejection := self._rejection(join):
-            return encode(rejection)
+            return messages.encode(rejection)
         # View numbers continue after those of worlds that were removed, so that an old view is not mistaken for a new one.
-        world = self._worlds.get(join.world) or self._add_world(join.world, View(self._last_removed_view, ()))
+        world = self._worlds.get(join.world) or self._add_world(join.world, messages.View(self._last_removed_view, ()))
         world.links[join.member.id] = None
         self._spawn(self._serve_member(world, join.member))
-        return encode(Admitted())
+        return messages.encode(messages.Admitted())
 
-    def _rejection(self, join: Join) -> Refused | Evicted | None:
+    def _rejection(self, join: messages.Join) -> messages.Refused | messages.Evicted | None:
         """Return why a member cannot join, None if it can. Raises AskError if it can later."""
         world = self._worlds.get(join.world)
         if self._closing or (world is not None and join.member.id in world.links):
             raise AskError("the server is shutting down" if self._closing else "this member is connected already")
         if join.resume and (world is None or not world.coordinator.view.number):
-            return Refused(f"this rendezvous server knows no world {join.world!r}")
+            return messages.Refused(f"this rendezvous server knows no world {join.world!r}")
         if join.resume and world is not None and not world.coordinator.may_resume(join.member.id):
-            return Evicted(f"view {world.coordinator.view.number} does not include this member")
+            return messages.Evicted(f"view {world.coordinator.view.number} does not include this member")
         return None
 
-    async def _serve_member(self, world: _World, member: MemberInfo) -> None:
+    async def _serve_member(self, world: _World, member: messages.MemberInfo) -> None:
         """Serve the link of one member until the link ends."""
         coordinator, now_s = world.coordinator, asyncio.get_running_loop().time
         link = None
@@ -181,7 +171,7 @@ class ElasticRendezvous:
             await self._perform(world, coordinator.on_join(member, now_s()))
             while True:
                 await self._perform(world, coordinator.on_message(member.id, await link.receive(), now_s()))
-        except (WorldError, OSError, MessageError) as error:
+        except (WorldError, OSError, messages.MessageError) as error:
             logger.info("world=%s member=%s disconnected: %s", world.name, member.id, error)
         finally:
             del world.links[member.id]
@@ -233,7 +223,7 @@ class ElasticRendezvous:
     async def _tick(self, world: _World) -> None:
         await self._perform(world, world.coordinator.on_tick(asyncio.get_running_loop().time()))
 
-    def _add_world(self, name: str, view: View) -> _World:
+    def _add_world(self, name: str, view: messages.View) -> _World:
         coordinator = Coordinator(
             initial_members=self._initial_members,
             regroup_timeout_s=self._regroup_timeout_s,

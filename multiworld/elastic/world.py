@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from multiworld.collectives.quantization import Quantization
 from multiworld.collectives.reductions import AnyReduceOp
 from multiworld.elastic.agent import MemberAgent
-from multiworld.elastic.operations import TAG_LIMIT, AllReduceCall, AllReduceHandle, AllReduceOutcome
+from multiworld.elastic.calls import TAG_LIMIT, AllReduceCall, AllReduceHandle, AllReduceOutcome
 from multiworld.elastic.protocol.commit_protocol import agree, pass_boundary, run_round
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.errors import DesyncError, ElasticError, ViewChangeError, WorldError

@@ -25,7 +25,7 @@ from multiworld.elastic import (
     ViewChangeError,
     operations,
 )
-from multiworld.elastic.operations import DTYPES
+from multiworld.elastic.calls import DTYPES
 from multiworld.elastic.protocol.messages import Admitted, Join, MemberInfo, decode, encode
 from tests.torture import data
 from tests.torture.data import LAYOUTS

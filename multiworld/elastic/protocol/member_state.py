@@ -11,14 +11,7 @@ messages have no effect, even after this process was frozen.
 from dataclasses import dataclass
 from typing import Literal
 
-from multiworld.elastic.protocol.messages import (
-    Evicted,
-    Message,
-    NewMembersWait,
-    NextViewRequest,
-    View,
-    ViewInvalidated,
-)
+from multiworld.elastic.protocol import messages
 from multiworld.errors import ElasticError, EvictedError, RendezvousError
 from multiworld.texts import one_line
 
@@ -29,7 +22,7 @@ Phase = Literal["waiting", "forming", "ready", "requested", "ended"]
 class Send:
     """Send the message to the rendezvous server."""
 
-    message: Message
+    message: messages.Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +34,7 @@ class CloseView:
 class FormView:
     """Form the world of this view, then report `on_formed` or `on_failed`."""
 
-    view: View
+    view: messages.View
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +61,10 @@ class MemberState:
     def __init__(self, member_id: str) -> None:
         self.id = member_id
         self.phase: Phase = "waiting"
-        self.view = View(0, ())
+        self.view = messages.View(0, ())
         self.committed = 0
         self.new_members_wait = False
-        self._request: NextViewRequest | None = None
+        self._request: messages.NextViewRequest | None = None
         self.rendezvous_error: str | None = None
 
     def is_in(self, view_number: int) -> bool:
@@ -80,19 +73,19 @@ class MemberState:
 
     # -- from the rendezvous server ------------------------------------------------------------------------------------
 
-    def on_message(self, message: Message) -> list[Action]:
+    def on_message(self, message: messages.Message) -> list[Action]:
         """The rendezvous server sent a message."""
         current = self.view.number
         match message:
             case _ if self.phase == "ended":
                 return []
-            case View(number=number) if number > current:
+            case messages.View(number=number) if number > current:
                 return self._install_view(message)
-            case ViewInvalidated(number) if number == current:
+            case messages.ViewInvalidated(number) if number == current:
                 return self._end_view() if self.is_in(number) or self.phase == "forming" else []
-            case NewMembersWait():
+            case messages.NewMembersWait():
                 self.new_members_wait = True
-            case Evicted(reason=reason):
+            case messages.Evicted(reason=reason):
                 detail = f"the rendezvous server evicted this member after view {current}: {one_line(reason)}"
                 return self.leave(EvictedError, detail)
         return []
@@ -142,7 +135,7 @@ class MemberState:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _install_view(self, view: View) -> list[Action]:
+    def _install_view(self, view: messages.View) -> list[Action]:
         if self.id not in view.ids():  # a protocol error: the rendezvous server sends a view only to its members
             return self.leave(EvictedError, f"view {view.number} does not include this member")
         before, self.view, self.phase, self._request = self.view.number, view, "forming", None
@@ -156,6 +149,6 @@ class MemberState:
     def _request_next_view(self, *, at_boundary: bool, suspect: str = "") -> list[Action]:
         if self.rendezvous_error is not None:
             return self.leave(RendezvousError, self.rendezvous_error)
-        self._request = NextViewRequest(self.view.number, at_boundary, self.committed, suspect)
+        self._request = messages.NextViewRequest(self.view.number, at_boundary, self.committed, suspect)
         self.phase = "requested"
         return [Send(self._request)]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multiworld.elastic.operations import BUCKET_BYTES, flatten, make_buckets, write_back
+from multiworld.elastic.calls import BUCKET_BYTES, flatten, make_buckets, write_back
 from multiworld.elastic.protocol.rounds import Round
 from multiworld.execution.failures import MismatchError
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from multiworld.elastic.operations import flatten
+from multiworld.elastic.calls import flatten
 from multiworld.ops import p2p
 from multiworld.ops.buffers import check_distinct
 from multiworld.ops.validation import WorldFacts
