@@ -25,12 +25,12 @@ import torch
 
 from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
 from multiworld.collectives.fingerprint import verify
-from multiworld.collectives.nccl import NcclCollectives
 from multiworld.config import WorldConfig
 from multiworld.errors import Cause, WorldError
 from multiworld.execution.cuda import await_queued, call_on
 from multiworld.execution.failures import ConnectionLostError, MismatchError, described
 from multiworld.execution.threads import WorkerThread
+from multiworld.membership.forming import FormingWorld
 from multiworld.ops.buffers import contiguous
 from multiworld.ops.operation import NO_MEMORY, Collective, Message, Operation, Receive, Send
 from multiworld.transport.connection import PeerConnection, SocketPayloads
@@ -44,16 +44,11 @@ _READ_S = 0.02
 """Interval at which connections are read while operations are drained."""
 
 
-class OwningWorld(Protocol):
-    """The part of a world that its operations use. All methods may be called from any thread. See `World`."""
+class OwningWorld(FormingWorld, Protocol):
+    """The part of a world that its operations use."""
 
-    nccl: NcclCollectives | None
-
-    def ending(self) -> WorldError | None: ...
-
-    def report(self, cause: Cause, rank: int, detail: str) -> None: ...
-
-    def fail(self, cause: Cause, rank: int, detail: str = "") -> None: ...
+    def report(self, cause: Cause, rank: int, detail: str) -> None:
+        """See `World.report`. May be called from any thread."""
 
 
 class PendingOperations:

@@ -23,7 +23,7 @@ from multiworld.elastic import (
     ElasticWorld,
     RendezvousError,
     ViewChangeError,
-    operations,
+    calls,
 )
 from multiworld.elastic.calls import DTYPES
 from multiworld.elastic.protocol.messages import Admitted, Join, MemberInfo, decode, encode
@@ -234,7 +234,7 @@ async def test_tensors_on_a_gpu_are_not_copied_on_the_event_loop(
         return original(*arguments)
 
     for name in ("flatten", "write_back"):
-        monkeypatch.setattr(operations, name, functools.partial(observe, getattr(operations, name)))
+        monkeypatch.setattr(calls, name, functools.partial(observe, getattr(calls, name)))
     tensors = [torch.full((4,), float(world.rank), device="cuda") for world in worlds]
     await asyncio.gather(
         *(world.all_reduce_with_retry(own) for world, own in zip(worlds, tensors, strict=True)),

@@ -231,6 +231,18 @@ async def test_lost_peer_connection_breaks_the_world_without_heartbeats(spawn: S
         assert (caught.value.cause, caught.value.rank) == (Cause.TRANSPORT, 1)
 
 
+async def test_world_breaks_when_the_receiver_does_not_accept_the_header() -> None:
+    def check(header: bytes, size_bytes: int) -> None:
+        raise ValueError(f"{size_bytes} bytes are too many")
+
+    async with managers(2) as (host, guest):
+        await form("w", host.listen(), host, guest)
+        host.world("w").start_send_message(b"", torch.zeros(5), 1)
+        with pytest.raises(BrokenWorldException, match="20 bytes are too many") as caught:
+            await guest.world("w").recv_view(check, 0, timeout_s=PATIENCE_S)
+        assert (caught.value.cause, caught.value.rank) == (Cause.ERROR, 0)
+
+
 async def test_peer_is_named_when_a_collective_starts_on_a_lost_connection() -> None:
     async with managers(2, shared_memory_bytes=0) as (host, guest):
         await form("w", host.listen(), host, guest)

@@ -292,7 +292,7 @@ class TorturePart:
             for each in (*random_of(f"{self._seed_and_round}/cancelled").sample(others, len(others) // 2), future):
                 asyncio.get_running_loop().call_later(fault.delay_s, each.cancel)
         elif fault.kind == "cut":
-            _shut_down(self._joined[world]._connections[fault.peer].sock)
+            _shut_down(self._joined[world]._operations._connections[fault.peer].sock)
         return future
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from multiworld import WorldCommunicator
+from multiworld.ops.p2p import send_message
 from multiworld.ops.validation import WorldFacts
 
 t = torch.zeros
@@ -72,6 +73,15 @@ class OneWorld:
 
     def _start(self, *_: object, **__: object) -> None:
         raise AssertionError("an operation started")
+
+
+@pytest.mark.parametrize(
+    ("header", "payload", "words"),
+    [(bytes(49), None, "49 bytes; expected at most 48"), (b"", torch.empty(1, device="meta"), "move it to the CPU")],
+)
+def test_message_is_refused_when_it_cannot_be_sent(header: bytes, payload: torch.Tensor | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        send_message(WorldFacts("w", 0, 3), header, payload, 1, 0)
 
 
 @pytest.mark.parametrize("what", WRONG)
