@@ -2,9 +2,11 @@
 
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,33 @@ SIZE = 16
 CLASSES = 5
 PREVIEW = Path(__file__).parent / "data" / "preview_bundle.zip"
 """Made by `classifier_bundle` at commit 75110a2, where cuts were measured."""
+
+
+class Computing(nn.Module):
+    """Applies a function, to the result of a layer if there is one."""
+
+    def __init__(self, function: Callable[[Tensor], Any], layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.function, self.layer = function, layer
+
+    def forward(self, x: Tensor) -> Any:
+        if self.layer is not None:
+            x = self.layer(x)
+        return self.function(x)
+
+
+def exported_bundle(module: nn.Module, example: Sequence[Tensor], folder: Path, **options: Any) -> Bundle:
+    """The module in eval mode as a bundle in this folder, by default with the input `x` and at most 8 rows.
+
+    After an error, the folder is empty.
+    """
+    given: dict[str, Any] = {"name": "tested", "version": "1", "inputs": ("x",), "max_batch_size": 8} | options
+    try:
+        export_model(module.eval(), example, folder / "bundle", ExportOptions(**given))
+    except Exception:
+        assert not list(folder.iterdir())
+        raise
+    return read_bundle(folder / "bundle")
 
 
 class Classifier(nn.Module):

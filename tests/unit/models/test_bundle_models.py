@@ -15,23 +15,13 @@ from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import MAX_COMPUTED_BYTES
 from multiworld_serving.models.errors import BundleError, ExportError
-from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
+from multiworld_serving.models.export.exporter import ExportOptions, export_model
 from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.preprocessing import Preprocessing
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
+from tests.bundles import Computing, exported_bundle
 
 TOLERANCE = 1e-5
-
-
-class Computing(nn.Module):
-    """Computes a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 class OtherOperators(nn.Module):
@@ -114,19 +104,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
 }
 
 
-def export(module: nn.Module, example: tuple[Tensor, ...], path: Path, options: ExportOptions) -> ExportReport:
-    return export_model(module.eval(), example, path, options)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_bundle_computes_like_the_model_in_any_number_of_stages(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     make, example = MODELS[name]
     module = make().eval()
-    options = ExportOptions("tested", "1", ("x",), max_batch_size=8, num_stages=2)
-    report = export(module, example, tmp_path / "bundle", options)
-    assert report.deviation <= TOLERANCE
-    bundle = read_bundle(tmp_path / "bundle")
+    bundle = exported_bundle(module, example, tmp_path, num_stages=2)
     assert len(bundle.stages) == 2
     if name == "recurrent":
         parameters = sum(parameter.numel() * 4 for parameter in module.parameters())
@@ -151,9 +134,8 @@ def test_padded_positions_are_computed_and_minus_infinity_crosses_cuts_when_atte
     torch.manual_seed(0)
     module, ids = Masked().eval(), torch.tensor([[3, 4, 5, 0, 0], [6, 0, 0, 0, 0]])
     enabled = torch.backends.mha.get_fastpath_enabled()
-    export(module, (ids,), tmp_path / "bundle", ExportOptions("masked", "1", ("ids",), max_batch_size=4, num_stages=2))
+    bundle = exported_bundle(module, (ids,), tmp_path, num_stages=2)
     assert torch.backends.mha.get_fastpath_enabled() == enabled
-    bundle = read_bundle(tmp_path / "bundle")
     assert any(each.isinf().any() for each in bundle.self_test.values())
     torch.testing.assert_close(
         bundle.build(bundle.graph)(ids)[0], module(ids)
@@ -186,12 +168,9 @@ def test_cut_is_where_the_fewest_bytes_cross_at_the_largest_lengths(
 
 def test_model_is_refused_when_a_row_of_computed_length_may_be_too_long_to_send(tmp_path: Path) -> None:
     dynamic = (Dynamic((("row", 1),), 2, (MAX_COMPUTED_BYTES >> 12) + 1),)
-    options = ExportOptions("longer", "1", ("row",), max_batch_size=8, dynamic=dynamic)
+    longer = Computing(lambda row: row.repeat_interleave(1024, 1))
     with pytest.raises(BundleError, match=r"a row of the output .* at most 67108864"):
-        export(
-            Computing(lambda row: row.repeat_interleave(1024, 1)), (torch.randn(2, 6),), tmp_path / "bundle", options
-        )
-    assert not list(tmp_path.iterdir())
+        exported_bundle(longer, (torch.randn(2, 6),), tmp_path, inputs=("row",), dynamic=dynamic)
 
 
 def test_bundle_takes_images_and_returns_probabilities_when_preprocessing_and_labels_are_given(tmp_path: Path) -> None:
@@ -199,7 +178,7 @@ def test_bundle_takes_images_and_returns_probabilities_when_preprocessing_and_la
     preprocessing = Preprocessing(10, 8, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
     labels = ("daisy", "rose", "tulip")
     options = ExportOptions("flowers", "2", ("images",), max_batch_size=4, image=preprocessing, labels=labels)
-    export(module, image(8), tmp_path / "flowers.zip", options)
+    export_model(module, image(8), tmp_path / "flowers.zip", options)
     bundle = read_bundle(tmp_path / "flowers.zip")
     assert (bundle.manifest.labels, bundle.manifest.image) == (labels, preprocessing)
     pixels = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
@@ -208,18 +187,6 @@ def test_bundle_takes_images_and_returns_probabilities_when_preprocessing_and_la
         expected = module((pixels / 255 - mean) / std).softmax(1)
     (found,) = bundle.build(bundle.graph)(pixels)
     assert torch.allclose(found, expected, atol=1e-6)
-
-
-class Counting(nn.Module):
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return x + self.count
 
 
 @pytest.mark.parametrize(
@@ -238,8 +205,7 @@ def test_model_is_refused_with_the_operator_when_it_mixes_rows(
 ) -> None:
     torch.manual_seed(0)
     with pytest.raises(ExportError, match=f"mixes the rows of a batch: [^ ]*({operator})"):
-        export(model(), (torch.randn(2, *shape),), tmp_path / "bundle", ExportOptions("bad", "1", ("x",)))
-    assert not list(tmp_path.iterdir())
+        exported_bundle(model(), (torch.randn(2, *shape),), tmp_path)
 
 
 class Positions(nn.Module):
@@ -255,10 +221,8 @@ class Positions(nn.Module):
 
 
 def test_model_is_refused_when_it_fails_at_the_largest_length(tmp_path: Path) -> None:
-    options = ExportOptions("positions", "1", ("ids",), dynamic=(Dynamic((("ids", 1),), 1, 512),))
-    with pytest.raises(ExportError, match=r"fails at ids_1 512: index out of range"):
-        export(Positions(), tokens(12), tmp_path / "bundle", options)
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(ExportError, match=r"fails at x_1 512: index out of range"):
+        exported_bundle(Positions(), tokens(12), tmp_path, dynamic=(Dynamic((("x", 1),), 1, 512),))
 
 
 def halve(image: Tensor) -> Tensor:
@@ -267,27 +231,7 @@ def halve(image: Tensor) -> Tensor:
 
 
 def test_refusal_says_what_to_change_for_variable_lengths(tmp_path: Path) -> None:
-    lengths = ExportOptions("lengths", "1", ("ids",), dynamic=(Dynamic((("ids", 1),), 2, 64),))
     with pytest.raises(ExportError, match=r"Recurrent layers .* have a fixed length"):
-        export(Recurrent(), tokens(12), tmp_path / "bundle", lengths)
-    sizes = ExportOptions("sizes", "1", ("image",), dynamic=(Dynamic((("image", 2),), 8, 64),))
+        exported_bundle(Recurrent(), tokens(12), tmp_path, dynamic=(Dynamic((("x", 1),), 2, 64),))
     with pytest.raises(ExportError, match="some lengths only, for example multiples of 4"):
-        export(Computing(halve), image(16), tmp_path / "bundle", sizes)
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (lambda: Computing(lambda x: x if x.sum() > 0 else -x), "test_bundle_models.*torch.where"),
-        (lambda: Computing(lambda x: x + torch.rand_like(x)), "rand.*test_bundle_models"),
-        (lambda: Computing(lambda x: x.reshape(2, -1)), "shape"),
-        (Counting, "buffer"),
-    ],
-)
-def test_model_is_refused_with_one_line_when_it_cannot_be_exported(
-    model: Callable[[], nn.Module], expected: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ExportError, match=expected) as caught:
-        export(model(), (torch.ones(2, 4),), tmp_path / "bundle", ExportOptions("bad", "1", ("x",), max_batch_size=4))
-    assert "\n" not in str(caught.value)
-    assert not list(tmp_path.iterdir())
+        exported_bundle(Computing(halve), image(16), tmp_path, dynamic=(Dynamic((("x", 2),), 8, 64),))

@@ -1,27 +1,18 @@
 """A model that cannot be exported is refused with its line and with what to change, and is exported after that change."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree
 
-from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.errors import ExportError
-from multiworld_serving.models.export.exporter import ExportOptions, export_model
-
-
-class Computing(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
+from tests.bundles import Computing, exported_bundle
 
 
 class DynamicCache:
@@ -108,26 +99,22 @@ def test_model_is_refused_with_its_line_and_exported_after_the_change(
 ) -> None:
     torch.manual_seed(0)
     example = torch.randn(2, 4)
-    options = ExportOptions("tested", "1", ("x",), max_batch_size=4, output="y")
     with pytest.raises(ExportError) as caught:
-        export_model(Computing(function).eval(), [example.clone()], tmp_path / "bundle", options)
+        exported_bundle(Computing(function), [example.clone()], tmp_path, output="y")
     message = str(caught.value)
     assert advice in message
     assert line in message
-    assert not line or Path(__file__).name in message
+    assert not line or re.search(r"/(bundles|test_export_refusals)\.py", message)
     assert "\n" not in message
 
-    export_model(Computing(changed).eval(), [example], tmp_path / "bundle", options)
-    bundle, x = read_bundle(tmp_path / "bundle"), torch.randn(3, 4)
+    bundle, x = exported_bundle(Computing(changed), [example], tmp_path, output="y"), torch.randn(3, 4)
     found = bundle.build(bundle.graph)(x)
     torch.testing.assert_close(list(found), _pytree.tree_leaves(changed(x)))
 
 
 def test_branch_by_function_is_refused_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"functions to cond.*; compute both results and choose with torch\.where"):
-        export_model(
-            Computing(conditional).eval(), [torch.ones(2, 4)], tmp_path / "bundle", ExportOptions("t", "1", ("x",))
-        )
+        exported_bundle(Computing(conditional), [torch.ones(2, 4)], tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model computes with a GPU")
@@ -135,9 +122,7 @@ def test_device_of_the_model_is_refused_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(
         ExportError, match=r'torch.ones\(4, device="cuda"\)\); create tensors on the device of the inputs'
     ):
-        export_model(
-            Computing(on_cuda).eval(), [torch.ones(2, 4)], tmp_path / "bundle", ExportOptions("t", "1", ("x",))
-        )
+        exported_bundle(Computing(on_cuda), [torch.ones(2, 4)], tmp_path)
 
 
 def test_attention_of_the_hint_is_exported(tmp_path: Path) -> None:
@@ -147,8 +132,5 @@ def test_attention_of_the_hint_is_exported(tmp_path: Path) -> None:
         mask = torch.ones(x.shape[2], x.shape[2], dtype=torch.bool).tril()
         return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
-    export_model(
-        Computing(attend).eval(), [torch.randn(2, 2, 5, 8)], tmp_path / "bundle", ExportOptions("t", "1", ("x",))
-    )
-    bundle, x = read_bundle(tmp_path / "bundle"), torch.randn(3, 2, 5, 8)
+    bundle, x = exported_bundle(Computing(attend), [torch.randn(2, 2, 5, 8)], tmp_path), torch.randn(3, 2, 5, 8)
     torch.testing.assert_close(bundle.build(bundle.graph)(x)[0], attend(x))
