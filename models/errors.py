@@ -5,7 +5,7 @@
         ├── WeightsError        weights cannot be found, downloaded or read. Fix the name, file or network and retry.
         ├── LabelsError         labels cannot be read, or do not match the number of classes.
         ├── PreprocessingError  image size, mean or std is out of range.
-        ├── StageError          a partition or stage that the model cannot have.
+        ├── StageSpecError          a partition or stage that the model cannot have.
         ├── BundleError         a bundle is damaged, unknown or not allowed. Export it again.
         ├── CompileError        a stage cannot be compiled, or its code computes something else.
         └── ExportError         a model cannot be exported. Change the model as the message says.
@@ -30,7 +30,7 @@ class PreprocessingError(ModelError):
     """An image size, mean or std is invalid."""
 
 
-class StageError(ModelError):
+class StageSpecError(ModelError):
     """A partition or a stage spec is invalid for the model."""
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
-from multiworld_serving.models.export.exporter import ExportOptions, export_model
+from multiworld_serving.models.export.exporter import ExportSettings, export_model
 from multiworld_serving.models.export.trace import Dynamic
 from multiworld_serving.models.preprocessing import Preprocessing
 
@@ -42,7 +42,7 @@ def exported_bundle(module: nn.Module, example: Sequence[Tensor], folder: Path, 
     """
     given: dict[str, Any] = {"name": "tested", "version": "1", "inputs": ("x",), "max_batch_size": 8} | options
     try:
-        export_model(module.eval(), example, folder / "bundle", ExportOptions(**given))
+        export_model(module.eval(), example, folder / "bundle", ExportSettings(**given))
     except Exception:
         assert not list(folder.iterdir())
         raise
@@ -106,7 +106,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def _exported_classifier(seed: int, version: str, labels: int) -> Path:
     path = Path(_folder().name) / f"classifier-{seed}-{version}-{labels}"
     image = Preprocessing(SIZE, SIZE, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    options = ExportOptions(
+    options = ExportSettings(
         "classifier",
         version,
         ("images",),
@@ -123,7 +123,7 @@ def _exported_classifier(seed: int, version: str, labels: int) -> Path:
 def _exported_text(num_stages: int) -> Path:
     path = Path(_folder().name) / f"text-{num_stages}"
     ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
-    options = ExportOptions(
+    options = ExportSettings(
         "text",
         "1",
         ("ids", "mask"),

@@ -19,7 +19,7 @@ from multiworld_serving.common.wire.message import WireError
 from multiworld_serving.common.wire.protocol import rows_of_payload
 from multiworld_serving.common.wire.work import StageAssignment
 from multiworld_serving.models.bundle.stage import BundleStageSpec
-from multiworld_serving.models.errors import CompileError, StageError
+from multiworld_serving.models.errors import CompileError, StageSpecError
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 
@@ -44,14 +44,14 @@ class AssignedStage:
         float32_as: as which a float32 output travels.
         loaded: the stage in memory; None: it is not loaded yet.
     Raises:
-        models.StageError: the assignment is invalid.
+        models.StageSpecError: the assignment is invalid.
     """
 
     def __init__(self, assignment: StageAssignment) -> None:
         self.assignment = assignment
         self.spec = spec = BundleStageSpec.from_json(assignment.spec)
         if assignment.max_batch_size * spec.input_rows.max_row_bytes > _MAX_BATCH_BYTES:
-            raise StageError(
+            raise StageSpecError(
                 f"batches of {assignment.max_batch_size} rows of {spec.input_rows.max_row_bytes} bytes; "
                 f"expected at most {_MAX_BATCH_BYTES} bytes"
             )
@@ -129,10 +129,10 @@ class AssignedStage:
 
 
 def _check_weights(weights: Tensor, announced: str) -> None:
-    """Raise StageError for other weights than announced. Blocks for up to a second."""
+    """Raise StageSpecError for other weights than announced. Blocks for up to a second."""
     found = hashlib.sha256(weights.numpy().data).hexdigest()
     if found != announced:
-        raise StageError(f"the weights have the SHA-256 hash {found}, but {announced} was announced")
+        raise StageSpecError(f"the weights have the SHA-256 hash {found}, but {announced} was announced")
 
 
 async def _compile_and_replace(engine: Engine, serving: "weakref.ref[LoadedStage]", task: StageTask) -> None:

@@ -101,7 +101,7 @@ def export(options: ExportOptions) -> int:
         labels = read_labels(str(options.labels), num_classes(module, example, image))
     elif image is None or weights is None:
         labels = ()
-    details = exporter.ExportOptions(
+    details = exporter.ExportSettings(
         name=options.name or _name_of(options.output),
         version=options.version,
         inputs=tuple(example),

@@ -14,7 +14,7 @@ from multiworld_serving.models.bundle.checking import values_of
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.manifest import Manifest
 from multiworld_serving.models.bundle.nodes import Call, Input, Item
-from multiworld_serving.models.errors import StageError
+from multiworld_serving.models.errors import StageSpecError
 
 _MAX_POSITIONS = 128
 """Positions considered for cuts. More would make the partition slow and hardly better."""
@@ -112,7 +112,7 @@ def cut_graph(
         num_stages: None: the largest number up to `MAX_AUTO_STAGES` with stages of nearly equal time.
         lengths: the largest lengths of the variable dimensions, for the bytes that cross a boundary.
     Raises:
-        StageError: the graph has fewer places to cut.
+        StageSpecError: the graph has fewer places to cut.
     """
     found = _positions(graph, costs_s, lengths)
     positions = sorted(found)
@@ -144,11 +144,11 @@ def partition(costs: Sequence[float], num_stages: int, transfers: Sequence[float
     Returns:
         The end of each stage, exclusive, in order.
     Raises:
-        StageError: `num_stages` is out of range.
+        StageSpecError: `num_stages` is out of range.
     """
     count = len(costs)
     if not 1 <= num_stages <= count:
-        raise StageError(
+        raise StageSpecError(
             f"{num_stages} stages, but the model can be cut into at most {count}; choose 1 to {count} stages"
         )
     before, crossing = list(accumulate(costs, initial=0)), [0.0, *transfers, 0.0]
@@ -192,7 +192,7 @@ def cuts_of(manifest: Manifest, graph: Graph, num_stages: int) -> tuple[int, ...
     """Where a bundle is cut into stages: at its own positions if it was exported with as many stages.
 
     Raises:
-        StageError: the graph cannot be cut into as many stages.
+        StageSpecError: the graph cannot be cut into as many stages.
     """
     if num_stages == len(manifest.cuts) + 1:
         return manifest.cuts

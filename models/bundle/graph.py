@@ -54,11 +54,11 @@ _VIEWS = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), "aten
 """Operators that are built as others: whether a view is possible depends on strides, and these on the device."""
 
 
-class _Output(Struct, tag="output", array_like=True, forbid_unknown_fields=True):
+class _OutputRow(Struct, tag="output", array_like=True, forbid_unknown_fields=True):
     names: Annotated[list[str], Meta(max_length=MAX_ITEMS)]
 
 
-_Row = Input | Weight | Size | Integer | Call | Calls | Item | _Output
+_Row = Input | Weight | Size | Integer | Call | Calls | Item | _OutputRow
 _ROWS = msgspec.json.Decoder(Annotated[list[_Row], Meta(min_length=2, max_length=MAX_NODES)])
 
 
@@ -123,7 +123,7 @@ class Graph:
     # -- JSON ------------------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        rows: list[Node | _Output] = [*self.nodes, _Output(list(self.outputs))]
+        rows: list[Node | _OutputRow] = [*self.nodes, _OutputRow(list(self.outputs))]
         return "[\n" + ",\n".join(msgspec.json.encode(row).decode() for row in rows) + "\n]"
 
     @classmethod
@@ -138,7 +138,7 @@ class Graph:
         with bundle_errors("invalid graph"):
             *rows, last = _ROWS.decode(text)
         nodes = tuple(row for row in rows if isinstance(row, Node))
-        if not isinstance(last, _Output) or len(nodes) < len(rows):
+        if not isinstance(last, _OutputRow) or len(nodes) < len(rows):
             raise BundleError('invalid graph: only the last row is ["output", [name, …]]')
         return cls(nodes, tuple(last.names))
 

@@ -27,7 +27,7 @@ from multiworld_serving.models.bundle.manifest import (
 )
 from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, Weight, bundle_errors
 from multiworld_serving.models.bundle.rows import RowFormat
-from multiworld_serving.models.errors import BundleError, StageError, WeightsError
+from multiworld_serving.models.errors import BundleError, StageSpecError, WeightsError
 
 MAX_STAGES = 1024
 _LENGTH_BYTES = 8
@@ -44,7 +44,7 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
         dimensions: (least, most) length of each variable dimension.
         probabilities: the output is the probabilities of classes.
     Raises:
-        StageError: a field is invalid.
+        StageSpecError: a field is invalid.
     """
 
     model: Name
@@ -58,13 +58,13 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_stages <= MAX_STAGES or not 0 <= self.index < self.num_stages:
-            raise StageError(f"stage {self.index} of {self.num_stages}; expected a stage of 1 to {MAX_STAGES}")
+            raise StageSpecError(f"stage {self.index} of {self.num_stages}; expected a stage of 1 to {MAX_STAGES}")
         try:
             lengths_to_check(self.dimensions)
             self.input_rows  # noqa: B018 - checks
             self.output_rows  # noqa: B018 - checks
         except BundleError as error:
-            raise StageError(f"stage {self.index} of {self.model:.60}: {error}") from error
+            raise StageSpecError(f"stage {self.index} of {self.model:.60}: {error}") from error
 
     @cached_property
     def input_rows(self) -> RowFormat:
@@ -102,13 +102,13 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
         """The description that `to_json` wrote.
 
         Raises:
-            StageError: it is not JSON, or a field is missing, unknown or invalid.
+            StageSpecError: it is not JSON, or a field is missing, unknown or invalid.
         """
         try:
             with bundle_errors("stage description is invalid"):
                 return msgspec.json.decode(text, type=cls)
         except BundleError as error:
-            raise StageError(f"{error} (do leader and worker run the same release?)") from error
+            raise StageSpecError(f"{error} (do leader and worker run the same release?)") from error
 
     def example(self, count: int) -> Tensor:
         """Deterministic rows, with variable dimensions of their largest lengths.
@@ -150,7 +150,7 @@ def stage_specs(manifest: Manifest, stages: Sequence[Graph]) -> list[BundleStage
     """The descriptions of the stages into which a bundle's graph was cut.
 
     Raises:
-        StageError: a tensor that crosses a boundary has no rows.
+        StageSpecError: a tensor that crosses a boundary has no rows.
     """
     return [
         BundleStageSpec(

@@ -32,7 +32,7 @@ _ROWS_CHANGED = (2, 3)
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportSettings:
     """How to export a module.
 
     Attributes:
@@ -80,7 +80,7 @@ def export_model(
     model: nn.Module,
     example: Sequence[Tensor],
     path: Path,
-    options: ExportOptions,
+    options: ExportSettings,
     progress: Callable[[str], object] = lambda _: None,
 ) -> ExportReport:
     """Export a module in eval mode as a bundle.
@@ -91,7 +91,7 @@ def export_model(
         progress: told each step.
     Raises:
         ExportError: the module cannot be exported; the message says what to change.
-        BundleError, StageError: the bundle cannot be written, or the module has too few places to cut.
+        BundleError, StageSpecError: the bundle cannot be written, or the module has too few places to cut.
     """
     _check_options(example, path, options)
     module = model.eval()
@@ -139,7 +139,7 @@ def export_model(
 
 
 def _manifest(
-    graph: Graph, outputs: tuple[TensorSpec, ...], options: ExportOptions, costs_s: tuple[float, ...], cut: Cut
+    graph: Graph, outputs: tuple[TensorSpec, ...], options: ExportSettings, costs_s: tuple[float, ...], cut: Cut
 ) -> Manifest:
     """The manifest of a bundle whose rows `export_model` has proven to be independent before it writes the bundle."""
     variable = {each.name: (each.least, each.most) for each in options.dynamic}
@@ -165,7 +165,7 @@ def check_path(path: Path) -> None:
         raise ExportError(f"{path} exists; choose another path or remove it")
 
 
-def _check_options(example: Sequence[Tensor], path: Path, options: ExportOptions) -> None:
+def _check_options(example: Sequence[Tensor], path: Path, options: ExportSettings) -> None:
     check_path(path)
     if not 2 <= options.max_batch_size <= MAX_BATCH_SIZE:
         raise ExportError(f"the largest batch is {options.max_batch_size}; expected 2 to {MAX_BATCH_SIZE} rows")
@@ -177,7 +177,7 @@ def _check_options(example: Sequence[Tensor], path: Path, options: ExportOptions
 
 
 def _inputs_to_compare(
-    example: Sequence[Tensor], options: ExportOptions, batch_sizes: Sequence[int]
+    example: Sequence[Tensor], options: ExportSettings, batch_sizes: Sequence[int]
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """Inputs of these batch sizes, and of lengths of variable dimensions from the least to the largest, with what they are."""
     for count in batch_sizes:

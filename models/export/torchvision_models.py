@@ -26,7 +26,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from multiworld_serving.models.errors import ExportError, ModelError, WeightsError
 from multiworld_serving.models.export.bundle_cache import SUFFIXES, WEIGHTS_STATUS, CachedModel, parse_seed
 from multiworld_serving.models.export.checkpoints import load_state, read_checkpoint
-from multiworld_serving.models.export.exporter import ExportOptions, ExportReport, export_model
+from multiworld_serving.models.export.exporter import ExportReport, ExportSettings, export_model
 from multiworld_serving.models.export.sources import num_classes
 from multiworld_serving.models.preprocessing import ImageModel, Preprocessing
 
@@ -111,7 +111,7 @@ def export_loaded(
     Raises:
         ModelError: it takes something else, or cannot be exported.
     """
-    options = ExportOptions(
+    options = ExportSettings(
         model.name,
         model.version,
         (INPUT,),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.cache_folder import cache_folder
-from multiworld_serving.models.errors import CompileError, StageError
+from multiworld_serving.models.errors import CompileError, StageSpecError
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows
 from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.graphs import copy_of, place
@@ -84,11 +84,11 @@ class CompiledStage(nn.Module):
             self._reference.clear()
 
     def forward(self, batch: Tensor) -> Tensor:
-        """See `BundleStage`. Raises StageError if the batch is too large."""
+        """See `BundleStage`. Raises StageSpecError if the batch is too large."""
         batch_size = len(batch)
         size = next((size for size in self.sizes if size >= batch_size), None)
         if size is None:
-            raise StageError(f"a batch of {batch_size}; this stage supports at most {self.sizes[-1]}")
+            raise StageSpecError(f"a batch of {batch_size}; this stage supports at most {self.sizes[-1]}")
         if size > batch_size:
             batch = torch.cat([batch, batch.new_zeros((size - batch_size, *batch.shape[1:]))])
         outputs = self._code[size](*self.spec.input_rows.unpack(batch.contiguous()))

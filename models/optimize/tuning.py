@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from multiworld_serving.models.errors import StageError
+from multiworld_serving.models.errors import StageSpecError
 
 Precision = Literal["float32", "bfloat16", "float16", "auto"]
 Optimize = Literal["eager", "fused", "compile"]
@@ -27,7 +27,7 @@ class Tuning:
         edge_dtype: as which float32 tensors travel between stages.
 
     Raises:
-        StageError: a value is unknown, or two values contradict each other.
+        StageSpecError: a value is unknown, or two values contradict each other.
     """
 
     precision: str = "float32"
@@ -41,9 +41,9 @@ class Tuning:
             ("edge_dtype", self.edge_dtype, _EDGE_DTYPES),
         ):
             if value not in known:
-                raise StageError(f"{field} is {value!r}; expected one of {', '.join(known)}")
+                raise StageSpecError(f"{field} is {value!r}; expected one of {', '.join(known)}")
         if self.optimize == "eager" and self.precision in ("bfloat16", "float16"):
-            raise StageError(f"optimize eager computes in float32, not in {self.precision}; choose optimize fused")
+            raise StageSpecError(f"optimize eager computes in float32, not in {self.precision}; choose optimize fused")
 
     def stage_precision(self, device: torch.device) -> str:
         """The precision of the blocks of a stage on this device."""

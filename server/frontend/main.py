@@ -29,8 +29,8 @@ from multiworld_serving.common.service.model_change import ModelChange, request_
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
 from multiworld_serving.common.settings.serve import FrontendSettings
 from multiworld_serving.server.frontend.api.app import create_admin_app, create_api
-from multiworld_serving.server.frontend.api.groups import Group, Groups
-from multiworld_serving.server.frontend.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
+from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
 from multiworld_serving.server.frontend.api.inference import Inference, large_image_thread
 from multiworld_serving.server.frontend.auth.authorizer import Authorizer
 from multiworld_serving.server.frontend.auth.credentials import (
@@ -45,11 +45,11 @@ from multiworld_serving.server.frontend.leaders.pool import LeaderPool
 from multiworld_serving.server.frontend.leaders.scrape import scrape_service
 from multiworld_serving.server.frontend.observability.event_feed import EventFeed
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
-from multiworld_serving.server.frontend.observability.requests import InferenceProtocol
+from multiworld_serving.server.frontend.observability.request_records import InferenceProtocol
 from multiworld_serving.server.frontend.observability.tracing import RequestTraces, exporting_traces
 
 if TYPE_CHECKING:  # an extra
-    from multiworld_serving.server.frontend.api.oip_grpc.server import GrpcPort
+    from multiworld_serving.server.frontend.api.oip_grpc.grpc_port import GrpcPort
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class _Frontend:
         self.large_images = large_image_thread(request_limits(settings))
         self.started_s = time.monotonic()
         self.models = [_Model(self, name, each, handlers[name]) for name, each in models.items()]
-        self.groups = Groups(*(model.group for model in self.models), failing_file=settings.failing_file)
+        self.groups = ModelGroups(*(model.group for model in self.models), failing_file=settings.failing_file)
 
     @property
     def protocols(self) -> tuple[InferenceProtocol, ...]:
@@ -224,7 +224,7 @@ class _Frontend:
             return None
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its log has another format; clients cause lines of it
         # An extra, and 30 MB.
-        from multiworld_serving.server.frontend.api.oip_grpc.server import GrpcPort  # noqa: PLC0415
+        from multiworld_serving.server.frontend.api.oip_grpc.grpc_port import GrpcPort  # noqa: PLC0415
 
         limits, tls = request_limits(self._settings), self._credentials.grpc
         return GrpcPort(self.groups, limits, self.metrics.requests, authorizer, self._ports.grpc, connections, tls)
@@ -257,7 +257,7 @@ class _Model:
         for number, address in enumerate(settings.leaders):
             self.pool.links.append(LeaderLink(address, settings, self.pool, number))
         requests = frontend.metrics.requests.of_model(name)
-        self.group = Group(self.pool, requests, EventFeed(requests))
+        self.group = ModelGroup(self.pool, requests, EventFeed(requests))
 
     def run(self) -> list[Coroutine[Any, Any, None]]:
         """What must run as tasks until the frontend ends."""

@@ -8,7 +8,7 @@ import torch
 
 from multiworld_serving.common.wire.protocol import rows_payload
 from multiworld_serving.models.bundle.stage import load_bundle_stage
-from multiworld_serving.models.errors import BundleError, CompileError, StageError
+from multiworld_serving.models.errors import BundleError, CompileError, StageSpecError
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.tuning import Tuning
@@ -71,7 +71,7 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size_and_number_of_
                 assert torch.equal(batch, given)
     finally:
         torch.set_num_threads(before)
-    with pytest.raises(StageError, match="at most 2"):
+    with pytest.raises(StageSpecError, match="at most 2"):
         made(torch.zeros(3, *plan.spec.input_rows.dims, dtype=torch.uint8))
     with pytest.raises(BundleError, match="expected uint8"):
         made(torch.zeros(1, *plan.spec.input_rows.dims))

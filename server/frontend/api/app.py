@@ -19,8 +19,8 @@ from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.service.errors import DrainingError, RequestRejected
 from multiworld_serving.common.service.model_change import ModelChange
-from multiworld_serving.server.frontend.api.admin import AdminRoutes
-from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.api.admin_routes import AdminRoutes
+from multiworld_serving.server.frontend.api.groups import ModelGroups
 from multiworld_serving.server.frontend.api.oip.routes import V2Routes
 from multiworld_serving.server.frontend.api.service_routes import (
     Scrape,
@@ -38,7 +38,7 @@ from multiworld_serving.server.frontend.auth.authorizer import (
     is_admin_path,
     is_inference_path,
 )
-from multiworld_serving.server.frontend.http.errors import (
+from multiworld_serving.server.frontend.http.error_responses import (
     INTERNAL_ERROR,
     OtherPort,
     error_response,
@@ -47,7 +47,11 @@ from multiworld_serving.server.frontend.http.errors import (
 )
 from multiworld_serving.server.frontend.http.route import route
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
-from multiworld_serving.server.frontend.observability.requests import InferenceProtocol, RequestRecord, Requests
+from multiworld_serving.server.frontend.observability.request_records import (
+    InferenceProtocol,
+    RequestRecord,
+    RequestRecorder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +75,10 @@ class Application(FastAPI):
         self,
         routes: Sequence[Route],
         *,
-        requests: Requests,
+        requests: RequestRecorder,
         authorizer: Authorizer | None,
         permission_for: Callable[[str], Permission],
-        groups: Groups | None = None,
+        groups: ModelGroups | None = None,
         other_port: OtherPort | None = None,
         document: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
@@ -164,7 +168,7 @@ def inference_protocol(path: str) -> tuple[InferenceProtocol | None, str | None]
 
 
 def create_api(
-    groups: Groups,
+    groups: ModelGroups,
     metrics: FrontendMetrics,
     authorizer: Authorizer | None = None,
     scrape: Scrape | None = None,
@@ -220,7 +224,7 @@ _ADMIN_ENDPOINTS = {
 
 def create_admin_app(
     scrape: Scrape,
-    groups: Groups,
+    groups: ModelGroups,
     authorizer: Authorizer | None = None,
     own: Scrape | None = None,
     http_port: int | None = None,
@@ -244,7 +248,7 @@ def create_admin_app(
             *AdminRoutes(groups, change_models).routes(),
             *status_page_routes(groups, lambda: _ADMIN_ENDPOINTS),
         ],
-        requests=Requests(ProgramMetrics()),
+        requests=RequestRecorder(ProgramMetrics()),
         authorizer=authorizer,
         permission_for=admin_port_permission,
         other_port=None if http_port is None else OtherPort("the HTTP API", http_port, is_inference_path),

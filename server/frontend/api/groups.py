@@ -13,19 +13,19 @@ from starlette.responses import Response
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.service.errors import NoModelNamedError, NotReadyError, UnknownModelError
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
-from multiworld_serving.server.frontend.api.handler.processes import HandlerProcesses
-from multiworld_serving.server.frontend.api.handler.route import HandlerRoute
+from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
+from multiworld_serving.server.frontend.api.handler.handler_route import HandlerRoute
 from multiworld_serving.server.frontend.api.inference import Inference
 from multiworld_serving.server.frontend.api.oip.metadata import repository_index
-from multiworld_serving.server.frontend.api.predict import PredictRoute, wrong_path
+from multiworld_serving.server.frontend.api.predict_route import PredictRoute, wrong_path
 from multiworld_serving.server.frontend.http.route import Endpoint
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
 from multiworld_serving.server.frontend.observability.event_feed import EventFeed
-from multiworld_serving.server.frontend.observability.requests import ModelRequests
+from multiworld_serving.server.frontend.observability.request_records import ModelRequests
 
 
 @dataclass(eq=False)
-class Group:
+class ModelGroup:
     """One model of a frontend.
 
     Attributes:
@@ -79,18 +79,18 @@ class Group:
         return await self._answer(request)
 
 
-class Groups:
+class ModelGroups:
     """All models of a frontend. The first one is that of the status page and of paths that name none.
 
     Args:
         failing_file: see `FrontendSettings`.
     """
 
-    def __init__(self, *groups: Group, failing_file: Path | None = None) -> None:
+    def __init__(self, *groups: ModelGroup, failing_file: Path | None = None) -> None:
         self._groups = groups
         self._failing_file = failing_file
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[ModelGroup]:
         return iter(self._groups)
 
     @property
@@ -99,23 +99,23 @@ class Groups:
         return [group.name for group in self]
 
     @property
-    def only(self) -> Group | None:
+    def only(self) -> ModelGroup | None:
         """The only model; None if there are several."""
         return self._groups[0] if len(self._groups) == 1 else None
 
-    def find(self, name: str | None) -> Group | None:
+    def find(self, name: str | None) -> ModelGroup | None:
         """The model with this name, or the only one; without a name that of /predict. None if there is none."""
         return self.of_predict if name is None else self.only or self._with_name(name)
 
-    def _with_name(self, name: str) -> Group | None:
+    def _with_name(self, name: str) -> ModelGroup | None:
         return next((group for group in self if group.name == name), None)
 
     @property
-    def of_predict(self) -> Group | None:
+    def of_predict(self) -> ModelGroup | None:
         """The model that answers /predict without a name: the first one that has /predict. Added models come last."""
         return self.only or next((group for group in self if group.serves_predict), None)
 
-    def named(self, model: str, version: str | None = None) -> Group:
+    def named(self, model: str, version: str | None = None) -> ModelGroup:
         """The model with this name. Raises UnknownModelError unless it serves, and this version of it if one is given."""
         if (found := self._with_name(model)) is None:
             known = f"the only model is {self.only.name!r}" if self.only else f"the models are {_listed(self.names)}"
@@ -124,12 +124,12 @@ class Groups:
             found.described().signature.check_served(model, version, found.pool.version)
         return found
 
-    def chosen(self, request: Request) -> Group:
+    def chosen(self, request: Request) -> ModelGroup:
         """The model that the query parameter `model` names; without it the first one. Raises UnknownModelError."""
         name = request.query_params.get("model")
         return next(iter(self)) if name is None else self.named(name)
 
-    def snapshot(self, group: Group) -> PipelineSnapshot:
+    def snapshot(self, group: ModelGroup) -> PipelineSnapshot:
         """The state of one model, with the states of all, and the processes that fail."""
         found = group.pool.snapshot()
         models: dict[str, str] = {each.name: each.pool.snapshot().state for each in self} if self.only is None else {}
@@ -145,7 +145,7 @@ class Groups:
         return [each for group in self for each in repository_index(group.pool.snapshot(), only_ready=only_ready)]
 
     @property
-    def not_ready(self) -> Group | None:
+    def not_ready(self) -> ModelGroup | None:
         """The first model that is not ready and not unloaded; the first one if all are unloaded. None if the service is ready."""
         expected = [group for group in self if group.pool.snapshot().state != "unloaded"] or list(self)
         return next((group for group in expected if not group.pool.ready), None)

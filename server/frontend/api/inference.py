@@ -33,7 +33,7 @@ from multiworld_serving.server.frontend.api.oip.metadata import Signature
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.http.open_request import OpenRequest, RequestGate
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
-from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 T = TypeVar("T")
 

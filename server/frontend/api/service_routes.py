@@ -17,12 +17,12 @@ from starlette.routing import Route
 
 from multiworld_serving.common.metrics import CONTENT_TYPE
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
-from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.api.groups import ModelGroups
 from multiworld_serving.server.frontend.api.oip.metadata import readiness_error
-from multiworld_serving.server.frontend.http.errors import rejection_response
+from multiworld_serving.server.frontend.http.error_responses import rejection_response
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.http.route import route
-from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 Scrape = Callable[[], Awaitable[bytes]]
 """Returns metrics in Prometheus' text format."""
@@ -40,7 +40,7 @@ _FILE_HEADERS = {
 }
 
 
-def status_page_routes(groups: Groups, endpoints: Callable[[], Mapping[str, str]]) -> list[Route]:
+def status_page_routes(groups: ModelGroups, endpoints: Callable[[], Mapping[str, str]]) -> list[Route]:
     """The routes of the status page of a port with these endpoints. On the admin port it offers operator actions."""
 
     async def index(request: Request) -> Response:
@@ -63,7 +63,7 @@ def status_page_routes(groups: Groups, endpoints: Callable[[], Mapping[str, str]
     return [route("/", index), route("/events", events), route("/status-page/{name}", _file)]
 
 
-def operations_routes(groups: Groups, scrape: Scrape) -> list[Route]:
+def operations_routes(groups: ModelGroups, scrape: Scrape) -> list[Route]:
     """The routes of the HTTP port for probes, status and metrics.
 
     Args:
@@ -117,7 +117,7 @@ async def metrics_response(scrape: Scrape) -> Response:
     return Response(await scrape(), headers={"Content-Type": CONTENT_TYPE})
 
 
-def openapi_document(groups: Groups, *, needs_key: bool) -> dict[str, Any]:
+def openapi_document(groups: ModelGroups, *, needs_key: bool) -> dict[str, Any]:
     """`openapi.json`, completed with what depends on the models and the settings.
 
     Args:

@@ -23,7 +23,7 @@ from multiworld_serving.common.service.errors import (
 )
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
-from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 T = TypeVar("T")
 

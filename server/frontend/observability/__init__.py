@@ -1,4 +1,4 @@
 """What a frontend records about itself: metrics, inference statistics, request traces and the event feed.
 
-May import common. Start reading in requests.py and metrics.py.
+May import common. Start reading in request_records.py and metrics.py.
 """

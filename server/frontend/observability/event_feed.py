@@ -18,7 +18,7 @@ from starlette.responses import StreamingResponse
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.service.errors import OverloadedError
 from multiworld_serving.common.service.snapshots import PipelineSnapshot, ReplicaSnapshot
-from multiworld_serving.server.frontend.observability.requests import ModelRequests
+from multiworld_serving.server.frontend.observability.request_records import ModelRequests
 
 _MESSAGE_INTERVAL_S = 1.0
 _MAX_POINTS = 300

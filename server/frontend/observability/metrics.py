@@ -6,7 +6,7 @@ from typing import get_args
 
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.service.snapshots import ServiceState
-from multiworld_serving.server.frontend.observability.requests import Requests
+from multiworld_serving.server.frontend.observability.request_records import RequestRecorder
 
 
 class FrontendMetrics(ProgramMetrics):
@@ -18,7 +18,7 @@ class FrontendMetrics(ProgramMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests = Requests(self)
+        self.requests = RequestRecorder(self)
         self.connections = self.gauge("http_connections", "Open connections to the HTTP API.")
         self._leaders = self.gauge("leaders", "Leaders that this frontend can use.", ("model",))
         self._leaders_configured = self.gauge(

@@ -22,7 +22,7 @@ from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.settings.serve import HttpSettings
 
 if TYPE_CHECKING:
-    from multiworld_serving.server.frontend.observability.requests import RequestRecord
+    from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 _EXPORT_TIMEOUT_S = 5
 _LAST_SPANS_MS = 2000

@@ -15,7 +15,7 @@ from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import MAX_COMPUTED_BYTES
 from multiworld_serving.models.errors import BundleError, ExportError
-from multiworld_serving.models.export.exporter import ExportOptions, export_model
+from multiworld_serving.models.export.exporter import ExportSettings, export_model
 from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.preprocessing import Preprocessing
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
@@ -177,7 +177,7 @@ def test_bundle_takes_images_and_returns_probabilities_when_preprocessing_and_la
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
     preprocessing = Preprocessing(10, 8, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
     labels = ("daisy", "rose", "tulip")
-    options = ExportOptions("flowers", "2", ("images",), max_batch_size=4, image=preprocessing, labels=labels)
+    options = ExportSettings("flowers", "2", ("images",), max_batch_size=4, image=preprocessing, labels=labels)
     export_model(module, image(8), tmp_path / "flowers.zip", options)
     bundle = read_bundle(tmp_path / "flowers.zip")
     assert (bundle.manifest.labels, bundle.manifest.image) == (labels, preprocessing)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage, stage_specs
-from multiworld_serving.models.errors import StageError
+from multiworld_serving.models.errors import StageSpecError
 from multiworld_serving.models.export.trace import capture
 from multiworld_serving.models.optimize import optimizing, tuning
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
@@ -202,7 +202,7 @@ def test_auto_is_bfloat16_only_if_the_device_supports_it(
     [("int8", "fused", "int8"), ("float32", "fast", "fast"), ("bfloat16", "eager", "choose optimize fused")],
 )
 def test_invalid_tuning_is_refused(precision: str, optimize: str, word: str) -> None:
-    with pytest.raises(StageError, match=word):
+    with pytest.raises(StageSpecError, match=word):
         Tuning(precision, optimize)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.server.frontend.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.http_port import http_port
 from tests.unit.server.text_model import TEXT, text_predictor

@@ -15,15 +15,15 @@ from torch import Tensor
 from multiworld_serving.common.service.predictor import ImageSizes, ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.common.service.snapshots import PipelineSnapshot, ReplicaState
 from multiworld_serving.server.frontend.api.app import Application, create_api
-from multiworld_serving.server.frontend.api.groups import Group, Groups
-from multiworld_serving.server.frontend.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
+from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
 from multiworld_serving.server.frontend.api.inference import Inference
 from multiworld_serving.server.frontend.auth.authorizer import Authorizer
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
 from multiworld_serving.server.frontend.observability.event_feed import EventFeed
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
-from multiworld_serving.server.frontend.observability.requests import InferenceProtocol
+from multiworld_serving.server.frontend.observability.request_records import InferenceProtocol
 from tests.unit.server.image_model import image_classifier
 from tests.unit.server.pipelines import pipeline
 
@@ -126,13 +126,13 @@ def group_of(
     handler: HandlerProcesses | None = None,
     protocols: Sequence[InferenceProtocol] = ("predict", "v2"),
     name: str = MODEL.name,
-) -> Group:
+) -> ModelGroup:
     """The group of a model; without inference, its leaders have not described it yet."""
     if inference is not None:
         name = inference.signature.model.name
     requests = metrics.requests.of_model(name)
     predictor.name = name
-    group = Group(predictor, requests, EventFeed(requests))
+    group = ModelGroup(predictor, requests, EventFeed(requests))
     if inference is not None:
         requests.declare(name, inference.signature.model.version, protocols)
         group.open(inference, handler)
@@ -179,7 +179,7 @@ async def running_frontend(
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     metrics.requests.log_all = access_log
     inference = Inference(predictor, model, RequestLimits(**limits))
-    groups = Groups(group_of(predictor, metrics, inference, handler))
+    groups = ModelGroups(group_of(predictor, metrics, inference, handler))
     app = create_api(groups, metrics, authorizer, admin_port=admin_port)
     async with inference.threads, inference.large_images, client_of(app) as client:
         yield RunningFrontend(app, client, predictor, metrics)

@@ -12,9 +12,9 @@ from tritonclient.grpc import service_pb2_grpc
 
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.http.listener import bind
-from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.api.groups import ModelGroups
 from multiworld_serving.server.frontend.api.inference import Inference
-from multiworld_serving.server.frontend.api.oip_grpc.server import GrpcPort
+from multiworld_serving.server.frontend.api.oip_grpc.grpc_port import GrpcPort
 from multiworld_serving.server.frontend.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
@@ -44,7 +44,7 @@ async def running_grpc(predictor: ColourPredictor | None = None, **limits: Any) 
     """The port with these limits, served in this process."""
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     inference = Inference(predictor, MODEL, RequestLimits(**limits))
-    groups = Groups(group_of(predictor, metrics, inference, protocols=("grpc",)))
+    groups = ModelGroups(group_of(predictor, metrics, inference, protocols=("grpc",)))
     metrics.requests.log_all = True
     authorizer = Authorizer(ApiKeys(KeySet(), KeySet()))
     with bind("127.0.0.1", 0, "--grpc-port", reserve=True) as reserved:

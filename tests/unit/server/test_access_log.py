@@ -9,18 +9,18 @@ import pytest
 from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.service import errors
 from multiworld_serving.server.frontend.auth.authorizer import ApiKeys, Authorizer
-from multiworld_serving.server.frontend.observability import requests
-from multiworld_serving.server.frontend.observability.requests import MAX_ERRORS_PER_S
+from multiworld_serving.server.frontend.observability import request_records
+from multiworld_serving.server.frontend.observability.request_records import MAX_ERRORS_PER_S
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, RunningFrontend, image_bytes, running_frontend
 
 
 @pytest.fixture(autouse=True)
 def info(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, requests.__name__)
+    caplog.set_level(logging.INFO, request_records.__name__)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name == requests.__name__]
+    return [record for record in caplog.records if record.name == request_records.__name__]
 
 
 async def test_every_request_has_one_line_with_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
@@ -58,7 +58,7 @@ async def test_lines_about_errors_are_bounded(
     frontend: RunningFrontend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = [1.0]
-    monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    monkeypatch.setattr(request_records, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
     for _ in range(MAX_ERRORS_PER_S + 3):
         await frontend.client.post("/predict")
     assert len(lines(caplog)) == MAX_ERRORS_PER_S

@@ -10,7 +10,7 @@ from torch import nn
 from multiworld_serving.common.service.predictor import ImageSizes
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.models.errors import BundleError, ModelError, WeightsError
-from multiworld_serving.models.export.exporter import ExportOptions, export_model
+from multiworld_serving.models.export.exporter import ExportSettings, export_model
 from multiworld_serving.models.optimize.tuning import NO_TUNING
 from multiworld_serving.server.leader.versions.model_source import ModelSource
 from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
@@ -65,7 +65,7 @@ def test_version_with_another_interface_is_refused_with_the_difference(folder: P
 
 
 def test_version_of_another_model_is_refused(folder: Path) -> None:
-    options = ExportOptions("other", "2", ("images",), max_batch_size=8)
+    options = ExportSettings("other", "2", ("images",), max_batch_size=8)
     export_model(Classifier(), [torch.rand(2, 3, SIZE, SIZE)], folder / "other", options)
     loader, plan = opened(folder)
     says = "the model 'other', but the service serves 'classifier'; export it with --name classifier"
@@ -110,7 +110,7 @@ def test_bundle_without_a_proof_of_independent_rows_is_proven_when_it_is_opened(
     monkeypatch.setattr("multiworld_serving.models.export.exporter.check_independent_rows", lambda *_: None)
     mixing = nn.Sequential(Classifier(), nn.Softmax(0))
     for name, model in (("good", Classifier()), ("mixing", mixing)):
-        options = ExportOptions("model", "1", ("images",), max_batch_size=8)
+        options = ExportSettings("model", "1", ("images",), max_batch_size=8)
         export_model(model.eval(), [torch.rand(2, 3, SIZE, SIZE)], tmp_path / name, options)
         manifest = tmp_path / name / "manifest.json"
         fields = json.loads(manifest.read_text())

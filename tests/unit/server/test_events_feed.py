@@ -83,7 +83,7 @@ async def test_feed_emits_broken_and_rejoined_when_a_worker_is_killed() -> None:
 
 async def test_tick_reports_rates_latencies_and_reroutes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(monotonic=lambda: 1000.0, time=lambda: 1000.0)
-    monkeypatch.setattr("multiworld_serving.server.frontend.observability.requests.time", clock)
+    monkeypatch.setattr("multiworld_serving.server.frontend.observability.request_records.time", clock)
     requests = FrontendMetrics().requests
     counts = requests.of_model("m")
     feed = EventFeed(counts)

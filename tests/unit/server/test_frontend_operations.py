@@ -5,7 +5,7 @@ from starlette.routing import Route
 
 from multiworld_serving.common.service.snapshots import ReplicaState
 from multiworld_serving.server.frontend.api.app import create_admin_app
-from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.api.groups import ModelGroups
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from tests.unit.server.frontend_app import (
     MODEL,
@@ -17,7 +17,7 @@ from tests.unit.server.frontend_app import (
     running_frontend,
 )
 
-ADMIN = Groups(group_of(Repository(), FrontendMetrics()))
+ADMIN = ModelGroups(group_of(Repository(), FrontendMetrics()))
 
 
 @pytest.mark.parametrize(

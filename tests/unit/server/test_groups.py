@@ -14,7 +14,7 @@ import pytest
 from multiworld_serving.common.config.keys import KeySet, hash_key, parse_keys
 from multiworld_serving.common.service.model_change import ModelChange, request_change
 from multiworld_serving.server.frontend.api.app import create_admin_app, create_api
-from multiworld_serving.server.frontend.api.groups import Group, Groups
+from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
 from multiworld_serving.server.frontend.api.inference import Inference
 from multiworld_serving.server.frontend.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.frontend.http.limits import RequestLimits
@@ -30,7 +30,7 @@ async def frontend(
     *names: str, absent: tuple[str, ...] = (), texts: tuple[str, ...] = (), keys: KeySet | None = None
 ) -> AsyncIterator[tuple[httpx.AsyncClient, FrontendMetrics]]:
     """A frontend with these models. No leader has described the absent ones yet; `texts` have no labels, and so no /predict."""
-    metrics, groups = FrontendMetrics(), list[Group]()
+    metrics, groups = FrontendMetrics(), list[ModelGroup]()
     async with AsyncExitStack() as stack:
         for name in names:
             model = replace(MODEL, name=name, labels=() if name in texts else MODEL.labels)
@@ -40,7 +40,7 @@ async def frontend(
         for name in absent:
             groups.append(group_of(ColourPredictor(states=("broken",)), metrics, name=name))
         authorizer = None if keys is None else Authorizer(ApiKeys(keys, KeySet()))
-        yield await stack.enter_async_context(client_of(create_api(Groups(*groups), metrics, authorizer))), metrics
+        yield await stack.enter_async_context(client_of(create_api(ModelGroups(*groups), metrics, authorizer))), metrics
 
 
 async def test_request_goes_to_the_model_that_its_path_names_and_is_counted_for_it() -> None:
@@ -127,7 +127,7 @@ async def test_key_of_some_models_permits_inference_with_these_only() -> None:
 
 async def test_operations_go_to_the_named_model() -> None:
     metrics, first, second = FrontendMetrics(), Repository(), Repository()
-    groups = Groups(group_of(first, metrics, name="a"), group_of(second, metrics, name="b"))
+    groups = ModelGroups(group_of(first, metrics, name="a"), group_of(second, metrics, name="b"))
     async with client_of(create_admin_app(metrics.scrape, groups)) as client:
         loaded = await client.post("/v2/repository/models/b/load", json={"parameters": {"weights": "random:2"}})
         assert (loaded.status_code, loaded.json()["name"]) == (200, "b")
@@ -168,7 +168,7 @@ async def test_change_of_models_has_the_reply_of_the_supervisor_or_says_that_the
     change = partial(request_change, name, replaced=replaced, stop_s=0)
     app = create_admin_app(
         metrics.scrape,
-        Groups(group_of(Repository(), metrics, name="a")),
+        ModelGroups(group_of(Repository(), metrics, name="a")),
         change_models=None if reply is None else lambda given: change(change=given),
     )
     async with AsyncExitStack() as stack:

@@ -13,7 +13,7 @@ from multiworld_serving.common.service.errors import InferenceRequestError, Requ
 from multiworld_serving.common.service.predictor import ModelVersion, Prediction
 from multiworld_serving.server.frontend.api.inference import InferRequest
 from multiworld_serving.server.frontend.api.oip.metadata import Signature
-from multiworld_serving.server.frontend.api.oip_grpc.codec import infer_message, parse_infer_message
+from multiworld_serving.server.frontend.api.oip_grpc.infer_messages import infer_message, parse_infer_message
 from tests.unit.server.frontend_app import MODEL, image_bytes
 from tests.unit.server.grpc_port import infer, tensor, wanted
 from tests.unit.server.text_model import TEXT

@@ -13,8 +13,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from multiworld_serving.common.service import errors
 from multiworld_serving.common.service.errors import STATUS_OF_REASON
-from multiworld_serving.server.frontend.api.oip_grpc import server
-from multiworld_serving.server.frontend.api.oip_grpc.server import STATUS_CODES
+from multiworld_serving.server.frontend.api.oip_grpc import grpc_port
+from multiworld_serving.server.frontend.api.oip_grpc.grpc_port import STATUS_CODES
 from tests.unit.server.frontend_app import MODEL, ColourPredictor
 from tests.unit.server.grpc_port import PATIENCE_S, channel, infer, refused, running_grpc, tensor
 from tests.unit.server.v2_requests import COLOURS, pixels
@@ -135,8 +135,8 @@ async def never() -> AsyncIterator[bytes]:
 
 
 async def test_calls_that_send_nothing_keep_out_neither_probes_nor_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_SLOW_S", 0.2)
-    monkeypatch.setattr(server, "_SMALL_S", 0.2)
+    monkeypatch.setattr(grpc_port, "_SLOW_S", 0.2)
+    monkeypatch.setattr(grpc_port, "_SMALL_S", 0.2)
     async with running_grpc(max_body_bytes=1 << 20, max_held_bytes=4 << 20) as port, channel(port.number) as opened:
         methods = ["ServerLive", "ModelReady", "ModelInfer"] * 8  # more than places
         silent = [opened.stream_unary(f"/inference.GRPCInferenceService/{each}")(never()) for each in methods]

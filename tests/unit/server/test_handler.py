@@ -15,8 +15,8 @@ import pytest
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.service.errors import HandlerError, OverloadedError
-from multiworld_serving.server.frontend.api.handler import processes, program
-from multiworld_serving.server.frontend.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.frontend.api.handler import handler_processes, program
+from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
 from tests.documents import ROOT
 from tests.unit.server.frontend_app import running_frontend
 from tests.unit.server.text_model import INFER, TEXT, tensors, text_predictor
@@ -173,7 +173,7 @@ async def test_calls_get_an_error_and_none_waits_when_no_process_can_be_used(
         with pytest.raises(HandlerError):
             await handler.call(program.decode, b"exit", "")
         with monkeypatch.context() as patched:
-            patched.setattr(processes._Process, fails, no_process)
+            patched.setattr(handler_processes._HandlerProcess, fails, no_process)
             for _ in range(2):
                 with pytest.raises(HandlerError, match="Resource temporarily unavailable"):
                     async with asyncio.timeout(60):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from multiworld_serving.common.service.errors import ImageError, InvalidBodyError
 from multiworld_serving.common.service.predictor import ImageSizes
 from multiworld_serving.server.frontend.api.images import decodes_quickly, image_tensor
-from multiworld_serving.server.frontend.api.predict import extract_image
+from multiworld_serving.server.frontend.api.predict_route import extract_image
 from tests.unit.server.frontend_app import image_bytes
 
 MEBIBYTE = 2**20

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from multiworld_serving.common.service.snapshots import ReplicaState
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
-from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 from multiworld_serving.server.leader.metrics import LeaderMetrics, PipelineCollector
 from multiworld_serving.server.leader.scheduling.state import Counters
 from tests.unit.server.pipelines import pipeline

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive
 from multiworld_serving.common.service.errors import BodyTooLargeError
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.http.open_request import OpenRequest, RequestGate, while_connected
-from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 from tests.unit.server.frontend_app import ColourPredictor
 
 CHUNK = bytes(2**16)

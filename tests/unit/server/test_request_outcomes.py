@@ -8,7 +8,7 @@ import torch
 
 from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
-from multiworld_serving.server.frontend.observability.requests import MAX_VERSIONS
+from multiworld_serving.server.frontend.observability.request_records import MAX_VERSIONS
 
 
 class OfModel(FrontendMetrics):

@@ -14,7 +14,7 @@ from multiworld_serving.common.service.administration import (
 )
 from multiworld_serving.common.service.predictor import ModelVersion, RestartStep
 from multiworld_serving.server.frontend.api.app import Application, create_admin_app
-from multiworld_serving.server.frontend.api.groups import Groups
+from multiworld_serving.server.frontend.api.groups import ModelGroups
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from tests.unit.server.frontend_app import Repository, client_of, group_of
 from tests.unit.server.http_port import http_port
@@ -25,7 +25,7 @@ LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
 
 def admin_app(repository: Repository) -> Application:
     metrics = FrontendMetrics()
-    return create_admin_app(metrics.scrape, Groups(group_of(repository, metrics, name="m")))
+    return create_admin_app(metrics.scrape, ModelGroups(group_of(repository, metrics, name="m")))
 
 
 def client(repository: Repository) -> httpx.AsyncClient:

@@ -1,4 +1,4 @@
 """The Open Inference Protocol, version 2 (KServe, Triton): its routes, tensors and responses.
 
-Start reading in routes.py, then inference.py.
+Start reading in routes.py, then infer_request.py.
 """

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from multiworld_serving.common.service.errors import InferenceRequestError
 from multiworld_serving.common.service.predictor import Prediction
-from multiworld_serving.server.frontend.api.groups import Group, Groups
+from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
 from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, encoded, prediction_headers
 from multiworld_serving.server.frontend.api.oip.compression import accepted_encoding, content_encoding, pack, unpack
 from multiworld_serving.server.frontend.api.oip.infer_request import parse_infer_request
@@ -23,7 +23,7 @@ from multiworld_serving.server.frontend.api.oip.infer_response import HEADER_LEN
 from multiworld_serving.server.frontend.api.oip.metadata import Signature, readiness_error
 from multiworld_serving.server.frontend.http.route import Endpoint, client_timeout_s, route
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
-from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
 
@@ -32,11 +32,11 @@ _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "s
 class V2Routes:
     """The routes under /v2. They ignore query parameters, as Triton does."""
 
-    groups: Groups
+    groups: ModelGroups
 
     def routes(self) -> list[Route]:
         """The routes."""
-        of_model: dict[str, Callable[[Group], object]] = {
+        of_model: dict[str, Callable[[ModelGroup], object]] = {
             "": lambda group: group.described().signature.metadata(group.pool.version),
             "/config": lambda group: group.described().signature.config(group.pool.version),
             "/stats": lambda group: {"model_stats": [group.statistics()]},
@@ -57,7 +57,7 @@ class V2Routes:
             *(route(f"{model}{path}", self._of_model(find)) for model in models for path, find in of_model.items()),
         ]
 
-    def _of_model(self, find: Callable[[Group], object]) -> Endpoint:
+    def _of_model(self, find: Callable[[ModelGroup], object]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             return JSONResponse(find(self.groups.named(**request.path_params)))
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from multiworld_serving.common.service.errors import RequestRejected
-from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 INTERNAL_ERROR = "the server failed on this request; search its log for the request id"
 """The error after an unexpected exception."""

@@ -105,7 +105,7 @@ class _Times:
     output_s: float = 0.0
 
 
-class Requests:
+class RequestRecorder:
     """All requests of one frontend. For the event loop's thread only.
 
     Attributes:
@@ -212,7 +212,7 @@ class ModelRequests:
         model: its name; "" = not known yet.
     """
 
-    def __init__(self, model: str, families: Requests) -> None:
+    def __init__(self, model: str, families: RequestRecorder) -> None:
         self.model = model
         self._families = families
         self._protocols: Sequence[InferenceProtocol] = ()

@@ -29,7 +29,7 @@ from multiworld_serving.common.service.errors import (
 )
 from multiworld_serving.common.service.model_change import ModelChange
 from multiworld_serving.common.service.predictor import RestartStep
-from multiworld_serving.server.frontend.api.groups import Group, Groups
+from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
 from multiworld_serving.server.frontend.http.open_request import while_connected
 from multiworld_serving.server.frontend.http.route import Endpoint, route
 
@@ -60,7 +60,7 @@ class _LoadParameters(Struct, forbid_unknown_fields=True):
     unload_dependents: bool = False
 
 
-class _Body(Struct):
+class _RepositoryRequest(Struct):
     """The body of a request to the repository."""
 
     parameters: _LoadParameters | None = None
@@ -81,7 +81,7 @@ class _Body(Struct):
 class AdminRoutes:
     """The routes. `Application` authorizes requests before they arrive here."""
 
-    groups: Groups
+    groups: ModelGroups
     change: Callable[[ModelChange], Awaitable[None]] | None = None
     """Has the supervisor change the models; None without a supervisor."""
 
@@ -119,10 +119,10 @@ class AdminRoutes:
         await self.change(change)
         return JSONResponse({}, headers={"Connection": "close"})  # others serve now
 
-    async def _index(self, request: Request, body: _Body) -> object:
+    async def _index(self, request: Request, body: _RepositoryRequest) -> object:
         return self.groups.index(only_ready=body.ready)
 
-    async def _load(self, request: Request, body: _Body) -> object:
+    async def _load(self, request: Request, body: _RepositoryRequest) -> object:
         """Load a version; responds when only the new version serves. Triton's response is empty; its clients ignore the content.
 
         The load is cancelled if the client disconnects.
@@ -131,12 +131,12 @@ class AdminRoutes:
         version = await while_connected(request.receive, group.pool.load_version(body.weights))
         return {"name": group.name, "version": str(version.number), "weights": version.name}
 
-    async def _unload(self, request: Request, body: _Body) -> object:
+    async def _unload(self, request: Request, body: _RepositoryRequest) -> object:
         await self.groups.named(request.path_params["model"]).pool.unload()
         return {}
 
 
-async def _restarts(groups: Sequence[Group]) -> AsyncGenerator[RestartStep, None]:
+async def _restarts(groups: Sequence[ModelGroup]) -> AsyncGenerator[RestartStep, None]:
     """Restart the workers of these models, one model after another."""
     for group in groups:
         async with aclosing(group.pool.restart_workers()) as steps:
@@ -159,7 +159,7 @@ async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[byt
         yield msgspec.json.encode({"state": "done", "restarted": done}) + b"\n"
 
 
-def _json_endpoint(handler: Callable[[Request, _Body], Awaitable[object]]) -> Endpoint:
+def _json_endpoint(handler: Callable[[Request, _RepositoryRequest], Awaitable[object]]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         try:
             return JSONResponse(await handler(request, await _body(request)))
@@ -179,8 +179,8 @@ def _check_json(request: Request) -> None:
         raise MediaTypeError("the content type is not application/json; send Content-Type: application/json")
 
 
-async def _body(request: Request) -> _Body:
-    return msgspec.json.decode(await _read(request), type=_Body)
+async def _body(request: Request) -> _RepositoryRequest:
+    return msgspec.json.decode(await _read(request), type=_RepositoryRequest)
 
 
 async def _read(request: Request) -> bytes:

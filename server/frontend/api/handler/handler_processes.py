@@ -26,7 +26,7 @@ _LOAD_S = 60.0
 _MAX_TEXT_CHARS = 1000
 
 
-class _Process:
+class _HandlerProcess:
     """One process, which loads the user's handler first."""
 
     def __init__(self, where: str) -> None:
@@ -60,8 +60,8 @@ class HandlerProcesses:
         self._timeout_s = timeout_s
         self._max_waiting = max_waiting
         self._free = asyncio.Semaphore(processes)
-        self._idle: list[_Process] = []
-        self._all: set[_Process] = set()
+        self._idle: list[_HandlerProcess] = []
+        self._all: set[_HandlerProcess] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.waiting = 0
         """Number of calls that wait for a process."""
@@ -130,8 +130,8 @@ class HandlerProcesses:
             process.kill()
         return "failed", error
 
-    def _start(self) -> _Process:
-        process = _Process(self._where)
+    def _start(self) -> _HandlerProcess:
+        process = _HandlerProcess(self._where)
         self._all.add(process)
         return process
 

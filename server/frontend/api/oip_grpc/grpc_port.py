@@ -32,10 +32,10 @@ from multiworld_serving.common.service.errors import (
     DeadlineError,
     RequestRejected,
 )
-from multiworld_serving.server.frontend.api.groups import Group, Groups
+from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
 from multiworld_serving.server.frontend.api.inference import encoded, prediction_headers
 from multiworld_serving.server.frontend.api.oip.routes import server_metadata
-from multiworld_serving.server.frontend.api.oip_grpc.codec import (
+from multiworld_serving.server.frontend.api.oip_grpc.infer_messages import (
     METHODS,
     SERVICE,
     decode,
@@ -44,9 +44,13 @@ from multiworld_serving.server.frontend.api.oip_grpc.codec import (
     parse_infer_message,
 )
 from multiworld_serving.server.frontend.auth.authorizer import Authorizer, http_port_permission
-from multiworld_serving.server.frontend.http.errors import INTERNAL_ERROR
+from multiworld_serving.server.frontend.http.error_responses import INTERNAL_ERROR
 from multiworld_serving.server.frontend.http.limits import RequestLimits
-from multiworld_serving.server.frontend.observability.requests import InferenceProtocol, RequestRecord, Requests
+from multiworld_serving.server.frontend.observability.request_records import (
+    InferenceProtocol,
+    RequestRecord,
+    RequestRecorder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +106,9 @@ class GrpcPort:
 
     def __init__(
         self,
-        groups: Groups,
+        groups: ModelGroups,
         limits: RequestLimits,
-        requests: Requests,
+        requests: RequestRecorder,
         authorizer: Authorizer,
         reserved: socket.socket,
         max_connections: int,
@@ -186,7 +190,7 @@ class GrpcPort:
 
         Args:
             equivalent: path of the same method over HTTP, for its permission.
-            protocol: see `Requests.begin`.
+            protocol: see `RequestRecorder.begin`.
         """
         path, permission = f"/{SERVICE}/{name}", http_port_permission(equivalent)
 
@@ -285,7 +289,7 @@ class GrpcPort:
         groups = [self._group(request)] if request.name else self._groups
         return {"model_stats": [group.statistics() for group in groups]}
 
-    def _group(self, request: Any) -> Group:
+    def _group(self, request: Any) -> ModelGroup:
         return self._groups.named(request.name, request.version or None)
 
 
@@ -312,7 +316,7 @@ class _ReceivePlaces:
                 self._receiving.pop(limit, None)
 
 
-def _set_group(record: RequestRecord, group: Group) -> None:
+def _set_group(record: RequestRecord, group: ModelGroup) -> None:
     record.counts, record.version = group.requests, group.pool.version.name
 
 

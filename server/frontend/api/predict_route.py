@@ -26,7 +26,7 @@ from multiworld_serving.common.service.predictor import Prediction, ServedModel
 from multiworld_serving.server.frontend.api.images import LargeImageError, decodes_quickly
 from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, prediction_headers
 from multiworld_serving.server.frontend.http.route import Endpoint, client_timeout_s, query_parameters
-from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 _OTHER_IMAGE_TYPES = ("image/jpg", "application/octet-stream", "")

@@ -18,7 +18,7 @@ from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.models.bundle.nodes import DTYPES
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.frontend.api.handler import program
-from multiworld_serving.server.frontend.api.handler.processes import HandlerProcesses
+from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
 from multiworld_serving.server.frontend.api.inference import (
     Inference,
     InferRequest,
@@ -26,7 +26,7 @@ from multiworld_serving.server.frontend.api.inference import (
     prediction_headers,
 )
 from multiworld_serving.server.frontend.http.route import client_timeout_s, query_parameters
-from multiworld_serving.server.frontend.observability.requests import RequestRecord
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 logger = logging.getLogger(__name__)
 
