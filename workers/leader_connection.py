@@ -15,7 +15,7 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
-from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.protocol import WireError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer
 from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace

@@ -11,8 +11,7 @@ from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.inputs import RowsLost, RowsLostError
 from multiworld_serving.common.wire.link import Link, LinkLostError
-from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.common.wire.protocol import Kind, Received, Reply, rows_payload
+from multiworld_serving.common.wire.protocol import Kind, Received, Reply, WireError, rows_payload
 from multiworld_serving.common.wire.work import (
     WORKER_PROTOCOL,
     Batch,

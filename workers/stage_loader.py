@@ -15,8 +15,7 @@ from torch import Tensor
 
 from multiworld_serving.common.config.process import check_memory, release_free_memory
 from multiworld_serving.common.wire.inputs import BatchInputs
-from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.common.wire.protocol import rows_of_payload
+from multiworld_serving.common.wire.protocol import WireError, rows_of_payload
 from multiworld_serving.common.wire.work import StageAssignment
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import CompileError, StageSpecError

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
-from multiworld import AskError, Transport, World, WorldError
+from multiworld import AskError, World, WorldError
 from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import RowRef, RowsLostError, row_refs_tensor
-from multiworld_serving.common.wire.message import Message, MessageKind, WireError
+from multiworld_serving.common.wire.inputs import Fetch, RowRef, RowsLostError
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +28,11 @@ _EXPECTED = (AskError, WorldError, ValueError, OSError)
 """Errors of a producer that ends, refuses or lies, or that cannot be reached in time."""
 
 
+def rows_head(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """The header of a message with these rows. If the producer does not have them, the header is empty."""
+    return f"{dtype}{list(shape)}".encode()
+
+
 class Edge:
     """The edge to one producer. The first fetch opens it. One fetch is performed after another. If the edge breaks, all of them fail.
 
@@ -40,6 +44,7 @@ class Edge:
 
     Attributes:
         tasks: of the fetches.
+        world: of the two ends; None until it is open.
     """
 
     def __init__(
@@ -51,22 +56,14 @@ class Edge:
         silent_s: float,
     ) -> None:
         self.holder = holder
-        self.transport = Transport.TCP
         self.tasks: set[asyncio.Task[Tensor]] = set()
         self._open_world = open_world
         self._on_ended = on_ended
         self._metrics = metrics
         self._silent_s = silent_s
         self._turn = asyncio.Lock()
-        self._channel: Channel | None = None
+        self.world: World | None = None
         self._ending = ""
-        self._numbers = itertools.count(1)
-        self._expected: tuple[int, torch.dtype, tuple[int, ...]] = (0, torch.uint8, ())
-
-    @property
-    def world(self) -> World | None:
-        """Of the two ends, once it is open."""
-        return None if self._channel is None else self._channel.world
 
     async def fetch(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
         """See `Edges.fetch`. If it is cancelled, the transfer still completes: otherwise the edge would break."""
@@ -76,7 +73,7 @@ class Edge:
         self.tasks.add(task)
         task.add_done_callback(self._fetched)
         while take and not (await asyncio.wait((task,), timeout=_LATE_S))[0]:
-            if self._channel is not None and self._channel.world.silence_s() > self._silent_s:
+            if self.world is not None and self.world.silence_s() > self._silent_s:
                 raise RowsLostError(f"{self.holder} is silent")
         return await asyncio.shield(task)
 
@@ -90,14 +87,13 @@ class Edge:
             if self._ending:
                 raise RowsLostError(self._ending)
             try:
-                if self._channel is None:
-                    world = await self._open_world(self.holder)
-                    self._channel, self.transport = Channel(world, _PRODUCER_RANK, self._check), world.transport
-                tensor = await self._transfer(self._channel, refs, dtype, shape, take=take)
+                if self.world is None:
+                    self.world = await self._open_world(self.holder)
+                tensor = await self._transfer(self.world, Fetch(tuple(refs), take), dtype, shape)
             except Exception as error:
                 if not isinstance(error, _EXPECTED):
                     logger.exception("the edge to %s failed", self.holder)
-                what = "cannot be opened" if self._channel is None else "broke"
+                what = "cannot be opened" if self.world is None else "broke"
                 self._ending = f"the edge to {self.holder} {what}: {str(error) or type(error).__name__}"
                 self._on_ended(self)
                 raise RowsLostError(self._ending) from error
@@ -105,26 +101,21 @@ class Edge:
             raise RowsLostError(f"{self.holder} does not have it any more")
         return tensor
 
-    async def _transfer(
-        self, channel: Channel, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool
-    ) -> Tensor | None:
+    async def _transfer(self, world: World, fetch: Fetch, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
         """The rows; None if the producer does not have them. Raises WorldError, TimeoutError."""
-        number = next(self._numbers)
-        self._expected = number, dtype, shape
-        kind = MessageKind.TAKE_ROWS if take else MessageKind.FETCH_ROWS
-        async with asyncio.timeout(_FETCH_S):
-            await channel.send(Message(kind, number, row_refs_tensor(refs)))
-            tensor = (await channel.receive(copy=False)).payload
-        if tensor is not None:
-            self._metrics.bytes["received", self.transport].inc(tensor.nbytes)
-        return tensor
+        expected, size_bytes = rows_head(dtype, shape), math.prod(shape) * dtype.itemsize
 
-    def _check(self, message: Message) -> None:
-        """Reject an answer that was not asked for, before memory is allocated for it. Raises WireError."""
-        number, dtype, shape = self._expected
-        if message.number != number or message.kind not in (MessageKind.ROWS, MessageKind.GONE):
-            raise WireError(f"unexpected {message.kind.name} {message.number} from a producer")
-        if message.kind is MessageKind.GONE:
-            message.require_no_payload()
-        else:
-            message.require_batch(dtype, shape[1:], shape[0], shape[0])
+        def check(header: bytes, size: int) -> None:
+            """Reject an answer that was not asked for, before memory is allocated for it."""
+            found = header.rstrip(b"\0")
+            if (found, size) not in ((expected, size_bytes), (b"", 0)):
+                raise ValueError(f"{found!r} with {size} bytes from a producer; expected {expected!r}")
+
+        async with asyncio.timeout(_FETCH_S):
+            question = torch.frombuffer(bytearray(msgspec.msgpack.encode(fetch)), dtype=torch.uint8)
+            world.start_send_message(b"", question, _PRODUCER_RANK)
+            view = await world.recv_view(check, _PRODUCER_RANK)
+        if not view.header.rstrip(b"\0"):
+            return None
+        self._metrics.bytes["received", world.transport].inc(size_bytes)
+        return view.data.view(dtype).view(shape)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,15 +20,16 @@ from multiworld import AskError, Transport, World, WorldError, WorldManager
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.config.edges import EdgePortSettings
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.edges.edge import Edge
+from multiworld_serving.common.edges.edge import Edge, rows_head
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.edges.store import TensorStore
-from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import MAX_FETCH_ROWS, RowRef, RowsLostError, Source, row_refs
+from multiworld_serving.common.wire.inputs import MAX_FETCH_ROWS, Fetch, RowRef, RowsLostError, Source
 from multiworld_serving.common.wire.join import EdgeJoinRequest, JoinOffer
-from multiworld_serving.common.wire.message import Message, MessageKind, WireError
+from multiworld_serving.common.wire.protocol import WireError
 
 _CONSUMER_RANK = 1
+_FETCH = msgspec.msgpack.Decoder(Fetch)
+_MAX_FETCH_BYTES = 32 * MAX_FETCH_ROWS
 _MAX_SERVED = 1024
 """Edges on which others fetch from this process."""
 _OPEN_S = 2.0
@@ -197,7 +199,8 @@ class Edges:
             self._metrics.fetches["failed"].inc()
             raise RowsLostError(str(error) or f"{holder} did not send it within {_TOTAL_S:g} s") from error
         self._metrics.fetches["fetched"].inc()
-        self._metrics.fetch_s[edge.transport].observe(time.monotonic() - began_s)
+        assert edge.world is not None, "it was fetched"
+        self._metrics.fetch_s[edge.world.transport].observe(time.monotonic() - began_s)
         return tensor
 
     def _edge(self, holder: str) -> Edge:
@@ -259,7 +262,7 @@ class Edges:
         logger.debug("edge=%s consumer=%s opened", world.name, consumer)
         try:
             await self._answer(world)
-        except (WorldError, TimeoutError) as ending:
+        except (WorldError, TimeoutError, ValueError, msgspec.MsgspecError) as ending:
             logger.debug("edge=%s consumer=%s ended: %s", world.name, consumer, ending)
         finally:
             self._metrics.open["sent"].dec()
@@ -267,26 +270,26 @@ class Edges:
                 await self._manager.close_world(world.name)
 
     async def _answer(self, world: World) -> NoReturn:
-        """Answer fetches in their order until the edge ends. Raises WorldError; TimeoutError if the consumer does not read."""
-        channel = Channel(world, _CONSUMER_RANK, _check)
+        """Answer fetches in their order until the edge ends.
+
+        Raises WorldError; TimeoutError if the consumer does not read; ValueError and msgspec.MsgspecError for an invalid fetch.
+        """
         allocate = self._manager.allocate if world.transport is Transport.SHARED_MEMORY else None
         while True:
-            message = await channel.receive()
-            assert message.payload is not None, "`_check` requires it"
-            refs = row_refs(message.payload)
-            found = self.store.rows(refs, allocate)
+            view = await world.recv_view(_check_size, _CONSUMER_RANK)
+            fetch = _FETCH.decode(view.data.numpy().data)
+            found = self.store.rows(fetch.refs, allocate)
             async with asyncio.timeout(_SEND_S):
                 if found is None:
-                    await channel.send(Message(MessageKind.GONE, message.number))
+                    await world.start_send_message(b"", None, _CONSUMER_RANK)
                     continue
-                await channel.send(Message(MessageKind.ROWS, message.number, found))
+                await world.start_send_message(rows_head(found.dtype, found.shape), found, _CONSUMER_RANK)
             self._metrics.bytes["sent", world.transport].inc(found.nbytes)
-            if message.kind is MessageKind.TAKE_ROWS:
-                self.store.take(refs)
+            if fetch.take:
+                self.store.take(fetch.refs)
             del found
 
 
-def _check(message: Message) -> None:
-    if message.kind not in (MessageKind.FETCH_ROWS, MessageKind.TAKE_ROWS):
-        raise WireError(f"unexpected {message.kind.name} from a consumer")
-    message.require_batch(torch.int64, (2,), 1, MAX_FETCH_ROWS)
+def _check_size(_header: bytes, size_bytes: int) -> None:
+    if size_bytes > _MAX_FETCH_BYTES:
+        raise WireError(f"a fetch of {size_bytes} bytes; expected at most {_MAX_FETCH_BYTES}")

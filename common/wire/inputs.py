@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import torch
 from msgspec import Meta
-from torch import Tensor
 
 from multiworld_serving.common.wire.join import Holder
 from multiworld_serving.common.wire.protocol import Failure
@@ -30,14 +27,15 @@ class RowRef(NamedTuple):
     row: int
 
 
-def row_refs_tensor(refs: Sequence[RowRef]) -> Tensor:
-    """References as the payload of FETCH_ROWS: int64 [N, 2]."""
-    return torch.tensor(list(refs), dtype=torch.int64).view(len(refs), 2)
+class Fetch(msgspec.Struct, frozen=True, array_like=True):
+    """Consumer to producer, on an edge: send these rows, concatenated.
 
+    Attributes:
+        take: nobody else needs these rows.
+    """
 
-def row_refs(payload: Tensor) -> list[RowRef]:
-    """The inverse of `row_refs_tensor`."""
-    return [RowRef(tensor, row) for tensor, row in payload.tolist()]
+    refs: Annotated[tuple[RowRef, ...], Meta(min_length=1, max_length=MAX_FETCH_ROWS)]
+    take: bool = False
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

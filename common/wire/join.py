@@ -11,14 +11,14 @@ from msgspec import Meta
 from multiworld import JoinError, World, WorldManager, ask
 from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, one_line
 from multiworld_serving.common.config.addresses import Address, parse_address
-from multiworld_serving.common.wire.message import WireError
+from multiworld_serving.common.wire.protocol import WireError
 
 WORLD_BACKEND = "tcp"
 """Backend of leader-worker worlds: point-to-point over TCP, where the worker opens every connection to one port of the leader."""
 
 RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of all messages between processes: increase it with every change of them."""
 
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from multiworld import BrokenWorldException, Cause, World, WorldClosedError
-from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.message import Message, MessageKind, WireError
-from multiworld_serving.common.wire.protocol import Failure, Kind, Protocol, Received, Reply, encode
+from multiworld_serving.common.wire.protocol import Failure, Kind, Protocol, Received, Reply, WireError, encode
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class Link:
         self.world = world
         self.max_bytes = max_bytes
         self._protocol = protocol
-        self._channel = Channel(world, peer, self._check)
+        self._peer = peer
         self._receive = receive
         self._numbers = itertools.count(1)
         self._replies: dict[int, Callable[[Received | LinkLostError], object]] = {}
@@ -221,14 +219,13 @@ class Link:
         lost = LinkLostError("this process stops", failed=False)
         try:
             while True:
-                message = await self._channel.receive()
-                assert message.payload is not None
-                for received in self._protocol.decode(message.payload.numpy().data.cast("B")):
+                transfer = await self.world.recv_view(self._memory_of, self._peer)
+                for received in self._protocol.decode(transfer.data.numpy().data):
                     self._take(received)
         except WorldClosedError as closed:
             lost = LinkLostError(str(closed), failed=False)
         except BrokenWorldException as ending:
-            failed = ending.rank == self._channel.peer and ending.cause not in _HEALTHY
+            failed = ending.rank == self._peer and ending.cause not in _HEALTHY
             lost = LinkLostError(str(ending), failed=failed, ending=ending)
         except ValueError as error:  # the other end may have another release or another model
             logger.debug("world=%s a message is invalid, or cannot be handled", self.world.name, exc_info=True)
@@ -253,15 +250,16 @@ class Link:
                 if take is not None:
                     take(received)
 
-    def _check(self, message: Message) -> None:
-        """See `Channel`. The last message of a transfer may be longer than a transfer."""
-        if message.kind is not MessageKind.FRAMES:
-            raise WireError(f"unexpected {message.kind.name} on a link")
-        message.require_batch(torch.uint8, (), 1, self.max_bytes + _MAX_BODY_BYTES + _TRANSFER_BYTES)
+    def _memory_of(self, _header: bytes, size_bytes: int) -> torch.Tensor:
+        """Memory for a transfer, so that the other end cannot choose how much is allocated. May run on another thread."""
+        most = self.max_bytes + _MAX_BODY_BYTES + _TRANSFER_BYTES  # the last message may be longer than a transfer
+        if not 1 <= size_bytes <= most:
+            raise WireError(f"a transfer of {size_bytes} bytes; expected 1 to {most}")
+        return torch.empty(size_bytes, dtype=torch.uint8)
 
     def fail(self, detail: str) -> None:
         """Break the world."""
-        self.world.fail(Cause.ERROR, self._channel.peer, detail)
+        self.world.fail(Cause.ERROR, self._peer, detail)
         self._end()
 
     def _end(self) -> None:
@@ -280,7 +278,7 @@ class Link:
         if self._queue:
             payload = torch.frombuffer(self._next_transfer(), dtype=torch.uint8)
             try:
-                operation = self._channel.start(Message(MessageKind.FRAMES, payload=payload))
+                operation = self.world.start_send_message(b"", payload, self._peer)
             except (BrokenWorldException, WorldClosedError):
                 self._end()  # `run` reports it
                 return

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from multiworld.texts import one_line
-from multiworld_serving.common.wire.message import WireError
 
 _HEAD = struct.Struct("!BQII7x")
 """Kind, number, bytes of JSON, bytes of payload. Headers and payloads start at a multiple of `_ALIGNED_BYTES`."""
@@ -24,6 +23,10 @@ _ALIGNED_BYTES = 64
 _MAX_ERROR_CHARS = 200
 Reply = tuple[Any, bytes | memoryview]
 """Body and payload."""
+
+
+class WireError(ValueError):
+    """The peer sent something that no process of this version sends."""
 
 
 def _encode_tensor(value: object) -> None:

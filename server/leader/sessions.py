@@ -39,8 +39,7 @@ from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.wire.inputs import RowsLost, RowsLostError
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer, JoinRequest, parse_join_request
 from multiworld_serving.common.wire.link import Link, LinkLostError
-from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.common.wire.protocol import Kind, Received, Reply, encode, rows_payload
+from multiworld_serving.common.wire.protocol import Kind, Received, Reply, WireError, encode, rows_payload
 from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.leader.pipeline.requests import PendingRequest

@@ -16,11 +16,9 @@ import torch
 from multiworld import Cause, World, WorldManager
 from multiworld.ops.p2p import send_message
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import BatchInputs, RowsLost
 from multiworld_serving.common.wire.join import WORLD_BACKEND, JoinRequest
 from multiworld_serving.common.wire.link import Link, LinkLostError
-from multiworld_serving.common.wire.message import _CODES, _LAYOUT, _MAGIC, Message, MessageKind
 from multiworld_serving.common.wire.protocol import Body, Kind, Received
 from multiworld_serving.common.wire.work import (
     Batch,
@@ -169,24 +167,21 @@ async def pair() -> AsyncIterator[Pair]:
     made.engine.close()
 
 
-async def claim(world: World, size_bytes: int, kind: MessageKind = MessageKind.FRAMES) -> None:
+async def claim(world: World, size_bytes: int) -> None:
     """Send the head of a message without the payload that it announces."""
-    header = _LAYOUT.pack(_MAGIC, kind, _CODES[torch.uint8] << 4 | 1, 0, size_bytes, 0, 0, 0)
-    plan = send_message(world.facts, header, None, 1 - world.rank, 0)
+    plan = send_message(world.facts, b"", None, 1 - world.rank, 0)
     plan.tensors = (torch.empty(size_bytes, dtype=torch.uint8, device="meta"),)
     await world.start(plan)
 
 
 async def garbage(world: World) -> None:
-    await Channel(world, 1 - world.rank, lambda _: None).send(
-        Message(MessageKind.FRAMES, payload=torch.full((64,), 7, dtype=torch.uint8))
-    )
+    await world.start_send_message(b"", torch.full((64,), 7, dtype=torch.uint8), 1 - world.rank)
 
 
 Lie = Callable[[Link, int, Any, memoryview], object]
 """Sends something instead of the result of a batch."""
 LIES: dict[str, tuple[Lie, str]] = {
-    "huge": (lambda link, *_: asyncio.ensure_future(claim(link.world, 2**32 - 1)), "expected torch.uint8, 1 to"),
+    "huge": (lambda link, *_: asyncio.ensure_future(claim(link.world, 2**32 - 1)), "a transfer of 4294967295 bytes"),
     "kept": (
         lambda link, number, done, rows: link.reply(number, Computed(1, 1, done.row_shape, 5)),
         "keeps an output that it must send",
@@ -289,7 +284,7 @@ LEADERS_LIES: dict[str, tuple[Callable[[Link], object], str]] = {
     ),
     "too many batches": (ask_often, "a batch while 3 others have no result"),
     "worker's": (lambda link: link.send(Loaded()), "unexpected Loaded from a leader"),
-    "huge": (lambda link: asyncio.ensure_future(claim(link.world, 2**32 - 1)), "expected torch.uint8, 1 to"),
+    "huge": (lambda link: asyncio.ensure_future(claim(link.world, 2**32 - 1)), "a transfer of 4294967295 bytes"),
 }
 
 

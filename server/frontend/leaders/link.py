@@ -18,8 +18,7 @@ from multiworld_serving.common.service.snapshots import LeaderSnapshot
 from multiworld_serving.common.settings.serve import FrontendSettings
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
 from multiworld_serving.common.wire.link import Link, LinkLostError
-from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.common.wire.protocol import Received
+from multiworld_serving.common.wire.protocol import Received, WireError
 
 if TYPE_CHECKING:  # it imports this module
     from multiworld_serving.server.frontend.leaders.pool import LeaderPool

@@ -14,8 +14,7 @@ from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.service.snapshots import ReplicaState
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.link import Link
-from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.common.wire.protocol import rows_of_payload, rows_payload
+from multiworld_serving.common.wire.protocol import WireError, rows_of_payload, rows_payload
 from multiworld_serving.common.wire.work import Batch, Computed, FetchWeights, Loaded, Refused, Weights, WorkFailedError
 from multiworld_serving.server.leader.replicas.worker import AssignmentRefusedError, SelfTestError, SentBatch, Worker
 from multiworld_serving.server.leader.versions.stage_plan import StagePlan

@@ -19,8 +19,7 @@ from multiworld_serving.common.service.snapshots import ReplicaState
 from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, RowsLost, Source
 from multiworld_serving.common.wire.join import JoinOffer
 from multiworld_serving.common.wire.link import Link, LinkLostError
-from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.common.wire.protocol import Received, rows_of_payload, rows_payload
+from multiworld_serving.common.wire.protocol import Received, WireError, rows_of_payload, rows_payload
 from multiworld_serving.common.wire.work import (
     WORKER_PROTOCOL,
     Batch,

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source, row_refs, row_refs_tensor
+from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, Source
 
 HOLDER = "10.0.0.1:4000/abc"
 
@@ -46,8 +46,3 @@ def test_inconsistent_inputs_are_rejected(fields: Any) -> None:
     assert parsed([1, [SOURCE]]).rows == 1
     with pytest.raises(ValueError, match=r"\w"):
         parsed(fields)
-
-
-def test_references_round_trip() -> None:
-    refs = [RowRef(1, ALL_ROWS), RowRef(2**40, 7)]
-    assert row_refs(row_refs_tensor(refs)) == refs

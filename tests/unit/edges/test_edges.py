@@ -4,18 +4,18 @@ import asyncio
 import signal
 import socket
 from pathlib import Path
+from typing import NoReturn
 
+import msgspec
 import pytest
 import torch
 from pydantic import SecretStr
 from torch import Tensor
 
-from multiworld import Cause
+from multiworld import Cause, World
 from multiworld_serving.common.edges import edge
 from multiworld_serving.common.edges.edges import Edges
-from multiworld_serving.common.wire.channel import Channel
-from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, RowsLostError, row_refs_tensor
-from multiworld_serving.common.wire.message import Message, MessageKind
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, RowsLostError
 from tests.nursery import NURSERY, ForkedProcess
 from tests.unit.edges.edge_parts import edges
 from tests.waiting import until
@@ -113,30 +113,30 @@ async def test_cancelled_fetch_leaves_the_edge_to_the_others() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        Message(MessageKind.ROWS, 1, ROWS.double()),
-        Message(MessageKind.ROWS, 1, ROWS[:3]),
-        Message(MessageKind.ROWS, 1, torch.zeros(4, 16)),
-        Message(MessageKind.ROWS, 2, ROWS),
-        Message(MessageKind.ROWS, 1),
-        Message(MessageKind.GONE, 1, ROWS),
-        Message(MessageKind.FRAMES, 1, ROWS),
+        (edge.rows_head(torch.float64, (4, 15)), ROWS.double()),
+        (edge.rows_head(torch.int32, (4, 15)), ROWS),
+        (edge.rows_head(torch.float32, (3, 15)), ROWS[:3]),
+        (edge.rows_head(torch.float32, (15, 4)), ROWS),
+        (edge.rows_head(torch.float32, (4, 15)), ROWS[:3]),
+        (edge.rows_head(torch.float32, (4, 15)), None),
+        (b"", ROWS),
         None,
     ],
 )
 async def test_only_the_edge_breaks_when_the_producer_lies_or_does_not_answer(
-    answer: Message | None, monkeypatch: pytest.MonkeyPatch
+    answer: tuple[bytes, Tensor | None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class LyingChannel(Channel):
-        async def send(self, message: Message) -> None:
-            if answer is None:
-                await asyncio.Event().wait()
-            else:
-                await super().send(answer)
+    async def lie(_: Edges, world: World) -> NoReturn:
+        await world.recv_view(lambda *_: None, 1)
+        if answer is not None:
+            await world.start_send_message(*answer, 1)
+        await asyncio.Event().wait()
+        raise AssertionError
 
     async with edges("c") as consumer, edges("p") as liar, edges("q") as honest:
         number = kept(liar)
         with monkeypatch.context() as patch:
-            patch.setattr("multiworld_serving.common.edges.edges.Channel", LyingChannel)
+            patch.setattr(Edges, "_answer", lie)
             patch.setattr(edge, "_FETCH_S", 30.0 if answer else 0.2)
             with pytest.raises(RowsLostError, match="broke"):
                 await fetch(consumer, liar.holder, number)
@@ -145,18 +145,15 @@ async def test_only_the_edge_breaks_when_the_producer_lies_or_does_not_answer(
 
 @pytest.mark.parametrize(
     "question",
-    [
-        Message(MessageKind.FETCH_ROWS, 1),
-        Message(MessageKind.FETCH_ROWS, 1, torch.zeros(1, 3, dtype=torch.int64)),
-        Message(MessageKind.FETCH_ROWS, 1, torch.zeros(2000, 2, dtype=torch.int64)),
-        Message(MessageKind.ROWS, 1, row_refs_tensor([RowRef(1, 0)])),
-    ],
+    [[[]], [[[1, 0, 0]]], [[[1, 0]] * 2000], [[["1", 0]]], {"refs": [[1, 0]]}, [[[1, 0]] * 40_000]],
+    ids=["no rows", "no reference", "too many", "a text", "an object", "too long"],
 )
-async def test_only_the_edge_breaks_when_the_consumer_lies(question: Message) -> None:
+async def test_only_the_edge_breaks_when_the_consumer_lies(question: object) -> None:
     async with edges("p") as producer, edges("c") as consumer:
         number = kept(producer)
         world = await consumer._open_world(producer.holder)
-        await Channel(world, 0, lambda _: None).send(question)
+        sent = torch.frombuffer(bytearray(msgspec.msgpack.encode(question)), dtype=torch.uint8)
+        world.start_send_message(b"", sent, 0)
         await until(lambda: world.state.ended)
         assert torch.equal(await fetch(consumer, producer.holder, number), ROWS)
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.nodes import DTYPES
 from multiworld_serving.models.bundle.rows import RowFormat
@@ -42,7 +41,6 @@ def test_single_tensor_is_packed_when_messages_cannot_be_like_it(shape: tuple[in
     batch = torch.randn(2, *shape).to(DTYPES[dtype])
     packed = rows.pack([batch])
     assert rows.row_shape == tuple(packed.shape[1:])
-    Message(MessageKind.ROWS, payload=packed).header()
     (unpacked,) = rows.unpack(packed)
     assert torch.equal(unpacked, batch)
 

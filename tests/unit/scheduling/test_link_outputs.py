@@ -10,8 +10,7 @@ import torch
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.link import Link
-from multiworld_serving.common.wire.message import WireError
-from multiworld_serving.common.wire.protocol import Kind, Received
+from multiworld_serving.common.wire.protocol import Kind, Received, WireError
 from multiworld_serving.common.wire.work import Batch, Computed, Release, Restart
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.server.leader.replicas import worker_link

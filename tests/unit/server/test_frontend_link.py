@@ -31,11 +31,9 @@ from multiworld_serving.common.service.messages import (
 )
 from multiworld_serving.common.service.predictor import Prediction, RestartStep
 from multiworld_serving.common.wire import link
-from multiworld_serving.common.wire.channel import Channel
 from multiworld_serving.common.wire.inputs import RowRef, Source
 from multiworld_serving.common.wire.join import WORLD_BACKEND
 from multiworld_serving.common.wire.link import Link, LinkLostError
-from multiworld_serving.common.wire.message import Message, MessageKind
 from multiworld_serving.common.wire.protocol import Kind, Received, encode, rows_payload
 from tests.integration.members import managers
 from tests.unit.server.fake_leaders import leader_state
@@ -166,14 +164,14 @@ async def test_calls_that_are_withdrawn_end_and_their_late_replies_are_dropped(e
 
 async def test_frames_of_a_busy_link_share_messages_in_order(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = 0
-    start = Channel.start
+    start = World.start_send_message
 
-    def counting(self: Channel, message: Message) -> multiworld.Operation:
+    def counting(self: World, header: bytes, payload: torch.Tensor, dst: int) -> multiworld.Operation:
         nonlocal messages
         messages += 1
-        return start(self, message)
+        return start(self, header, payload, dst)
 
-    monkeypatch.setattr(Channel, "start", counting)
+    monkeypatch.setattr(World, "start_send_message", counting)
     ends.run(ends.leader)
     for number in range(100):
         ends.frontend.send(Predict(str(number), 1.0), bytes(number))
@@ -216,7 +214,7 @@ async def test_link_ends_when_a_frame_is_invalid(ends: Ends) -> None:
     running = ends.run(ends.leader)
     at_frontend = ends.run(ends.frontend)
     payload = torch.frombuffer(bytearray(INVALID["no such type"]), dtype=torch.uint8)
-    await Channel(ends.frontend.world, 0, lambda _: None).send(Message(MessageKind.FRAMES, payload=payload))
+    await ends.frontend.world.start_send_message(b"", payload, 0)
     lost = await running
     assert lost.failed
     assert "invalid message" in str(lost)
