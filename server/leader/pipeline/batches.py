@@ -67,6 +67,9 @@ class Batches:
     def __len__(self) -> int:
         return len(self._batches)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._batches
+
     def computed(self, number: int, compute_s: float, transfer_s: float) -> None:
         """A worker has computed a stage of a batch in this time."""
         if (batch := self._batches.get(number)) is not None:

@@ -158,7 +158,8 @@ class SchedulerDriver:
     def _on_input_lost(self, worker: Worker, sent: SentBatch, lost: RowsLost) -> None:
         why = one_line(lost.why)
         logger.warning("world=%s batch=%d the input is lost: %s", worker.id.world, sent.batch, why)
-        self.requests.lose_input(sent.requests, why)
+        if sent.batch in self.batches:  # otherwise its requests have ended or start again
+            self.requests.lose_input(sent.requests, why)
         self.submit_event(BatchFailed(sent.batch, sent.replica, why, sent=False))
 
     def _on_failed(self, worker: Worker, sent: SentBatch, error: str) -> None:

@@ -30,8 +30,8 @@ The rules:
   another complete version.
 - A late batch is hedged: it is sent to a second replica, and the first output wins. It goes before all others as soon as a replica has
   room. If the hedge is late too, the replica that keeps their input may be frozen: the requests of the batch are requeued.
-- An output may stay at its replica (`BatchDone.kept`), and is lost with it. A lost input is never sent again: its requests are requeued,
-  unless an attempt in flight succeeds before it is late. A draining replica is released when it keeps no input.
+- An output may stay at its replica (`BatchDone.kept`). If this replica is lost, the requests of the batch are requeued. A draining
+  replica is released when it keeps no input.
 - A replica with batches in flight that returns none for `hang_timeout_s` is failed. So is a replica that raised on several consecutive
   batches which then succeeded elsewhere.
 - A request that cannot be answered by its deadline, by the time that full batches take, is rejected on arrival: see `admission.py`.

@@ -80,8 +80,6 @@ class Batch:
     retried: bool = False
     holder: Replica | None = None
     """Keeps the input of the current stage; None if the leader or the frontends have it. Never a removed replica."""
-    input_lost: bool = False
-    """The input of the current stage must not be sent again. Attempts in flight may have it already, and continue."""
 
     @property
     def pool(self) -> Pool:
@@ -98,7 +96,6 @@ class Batch:
         self.runnable_since_s = now_s
         self.failed_on = None
         self.retried = False
-        self.input_lost = False
 
     def hold_at(self, holder: Replica | None) -> None:
         """Record which replica keeps the input, instead of the previous one."""

@@ -266,12 +266,12 @@ class Scheduler(SchedulerState):
                 self._dispatch_pool(pool)
 
     def _find_late(self) -> None:
-        """Move late attempts to `Pool.late`. Start a batch again if its input is lost, or is kept and the hedge is late, too."""
+        """Move late attempts to `Pool.late`. Start a batch again if its input is kept and the hedge is late, too."""
         while (late := self.hedging.late.pop_until(self.now_s)) is not None:
             batch = late.batch
-            if len(batch.in_flight) == 1 and not batch.input_lost:
+            if len(batch.in_flight) == 1:
                 late.replica.pool.late[late] = None
-            elif (batch.holder is not None or batch.input_lost) and self.hedging.try_acquire(len(batch.rows)):
+            elif batch.holder is not None and self.hedging.try_acquire(len(batch.rows)):
                 self.restart(batch)
 
     def _dispatch_pool(self, pool: Pool) -> None:

@@ -117,7 +117,7 @@ class SchedulerState:
         """Put the batch into the queue of its stage. Requeue or reject its requests if they cannot be sent to that stage again."""
         batch.kind = kind
         pool = batch.pool
-        if batch.input_lost or (not pool.accepting and self.table.current is not None):
+        if not pool.accepting and self.table.current is not None:
             self.requeue(batch)
         elif pool.expired:
             self.reject_all(batch, "no_replica", self.table.no_replica_detail(batch.stage))
@@ -133,20 +133,10 @@ class SchedulerState:
         self._free(batch)
 
     def restart(self, batch: Batch) -> None:
-        """Requeue the requests, and abandon the attempts in flight: the replica that keeps their input may be frozen."""
+        """Requeue the requests, and abandon the attempts in flight: the replica that keeps their input is lost, or may be frozen."""
+        batch.pool.dequeue(batch)
         self.abandon_attempts(batch, hedges="wasted")
         self.requeue(batch)
-
-    def lose_input(self, batch: Batch) -> None:
-        """Send the input of the current stage no more. The requests start again unless an attempt in flight has it, and is not late."""
-        batch.hold_at(None)
-        batch.input_lost = True
-        for attempt in batch.in_flight.values():
-            self.hedging.forget(attempt)
-            self.hedging.watch(attempt, self.now_s)
-        if not batch.in_flight:
-            batch.pool.dequeue(batch)
-            self.requeue(batch)
 
     def isolate(self, batch: Batch) -> None:
         """Dissolve the batch. Each of its requests starts again at the first stage, alone."""
@@ -201,7 +191,7 @@ class SchedulerState:
         """Remove a replica and recover its batches.
 
         A batch in flight returns to the head of its stage's queue. If its requests have broken too many worlds, they are isolated or
-        rejected. Batches whose input it kept start again, once no attempt is in flight elsewhere.
+        rejected. Batches whose input it kept start again.
         """
         blame = cause != "left" and replica.id not in self.table.draining
         self.table.remove(replica, self.now_s)
@@ -212,7 +202,7 @@ class SchedulerState:
         for batch in reversed(suspects):
             self.isolate(batch)
         for batch in reversed(list(replica.held.values())):
-            self.lose_input(batch)
+            self.restart(batch)
 
     def release_drained(self) -> None:
         """Release the draining replicas that have no batches in flight and keep no input.
@@ -223,7 +213,7 @@ class SchedulerState:
         for replica in table.draining.values():
             for batch in reversed(list(replica.held.values())):
                 if not batch.pool.accepting and not batch.in_flight:
-                    self.lose_input(batch)
+                    self.restart(batch)
         for replica in [each for each in table.draining.values() if not each.in_flight and not each.held]:
             table.remove(replica, self.now_s)
             self.replicas_changed()

@@ -17,8 +17,8 @@
    A drained link is closed when it is empty.
 9. The scheduler is work-conserving: no batch and no due request waits while a replica that could take it has room.
 10. Refusals are correct: the condition of each reason holds in the model.
-11. An input that is lost (its holder was removed, or a replica could not get it) is never sent again, and its requests start again, at
-   most `max_attempts` times. From then on their outputs do not stay at a replica. A drained link that keeps an input is not closed.
+11. An input that is lost because its holder was removed is never sent again, and its requests start again. A drained link that keeps an
+   input is not closed.
 
 In which order replicas, keys and batches are chosen, and the limits of the queue and of back pressure, is tested in
 `tests/unit/scheduling`.
@@ -97,8 +97,8 @@ class Checker:
                 self._check_refusal(action)
             case FreeBatch():
                 batch = self._batch(action.batch)
-                if batch.open and batch.copies:  # its requests start again although an output may still come
-                    assert batch.holder is not None or batch.input_lost, "started again with an input that was sent"
+                if batch.open and batch.copies and not batch.input_lost:  # an output may still come
+                    assert batch.holder is not None, "started again with an input that was sent"
                     self._check_budget(batch)
                     batch.input_lost = True
                 self._model.drop_batch(batch)

@@ -123,3 +123,15 @@ async def test_output_is_released_when_it_comes_too_late() -> None:
     await asyncio.gather(asked, return_exceptions=True)
     output = bench.kept(first, batch)
     assert first.released == [output]
+
+
+async def test_requests_that_start_again_because_the_worker_with_their_input_was_lost_are_not_ended() -> None:
+    bench = Bench()
+    first, second = bench.lines
+    asked = await bench.ask(RemoteInput(FRONTEND, 7))
+    bench.kept(first, first.sent.get_nowait()[0])
+    batch, _ = second.sent.get_nowait()
+    bench.driver.remove(cast(WorkerLink, first))
+    bench.report(second, batch, RowsLost("its producer has ended"))
+    await asyncio.sleep(0)
+    assert not asked.done()

@@ -23,6 +23,14 @@ def test_requests_start_again_when_the_hedge_is_late_too_and_their_input_is_kept
     assert answered(driver.answer_all([again])) == [driver.requests]
 
 
+def test_requests_start_again_when_the_replica_with_their_input_is_lost() -> None:
+    driver = SchedulerHarness(stages=2)
+    first = only(driver.arrive(), SendBatch)
+    second = only(driver.done(first, kept=True), SendBatch)
+    again = only(driver.broken(first.replica), SendBatch)
+    assert (again.stage, again.requests, driver.done(second)) == (0, second.requests, [])
+
+
 def test_draining_replica_is_released_when_the_inputs_that_it_keeps_are_used() -> None:
     driver = SchedulerHarness(stages=2)
     first = only(driver.arrive(), SendBatch)
