@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multiworld import AskError, World, WorldError
 from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.common.wire.inputs import Fetch, RowRef, RowsLostError
+from multiworld_serving.common.wire.inputs import Fetch, RowsLostError
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +65,14 @@ class Edge:
         self.world: World | None = None
         self._ending = ""
 
-    async def fetch(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
+    async def fetch(self, fetch: Fetch, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """See `Edges.fetch`. If it is cancelled, the transfer still completes: otherwise the edge would break."""
         if len(self.tasks) >= _MAX_QUEUED:
             raise RowsLostError(f"{_MAX_QUEUED} fetches wait for {self.holder}")
-        task = asyncio.create_task(self._fetch(refs, dtype, shape, take=take))
+        task = asyncio.create_task(self._fetch(fetch, dtype, shape))
         self.tasks.add(task)
         task.add_done_callback(self._fetched)
-        while take and not (await asyncio.wait((task,), timeout=_LATE_S))[0]:
+        while fetch.take and not (await asyncio.wait((task,), timeout=_LATE_S))[0]:
             if self.world is not None and self.world.silence_s() > self._silent_s:
                 raise RowsLostError(f"{self.holder} is silent")
         return await asyncio.shield(task)
@@ -82,14 +82,14 @@ class Edge:
         if not task.cancelled():
             task.exception()  # nobody may wait for it any more
 
-    async def _fetch(self, refs: Sequence[RowRef], dtype: torch.dtype, shape: tuple[int, ...], *, take: bool) -> Tensor:
+    async def _fetch(self, fetch: Fetch, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         async with self._turn:
             if self._ending:
                 raise RowsLostError(self._ending)
             try:
                 if self.world is None:
                     self.world = await self._open_world(self.holder)
-                tensor = await self._transfer(self.world, Fetch(tuple(refs), take), dtype, shape)
+                tensor = await self._transfer(self.world, fetch, dtype, shape)
             except Exception as error:
                 if not isinstance(error, _EXPECTED):
                     logger.exception("the edge to %s failed", self.holder)

@@ -194,7 +194,7 @@ class Edges:
         try:
             async with asyncio.timeout(_TOTAL_S):
                 edge = self._edge(holder)
-                tensor = await edge.fetch(refs, dtype, shape, take=take)
+                tensor = await edge.fetch(Fetch(tuple(refs), take), dtype, shape)
         except (RowsLostError, TimeoutError) as error:
             self._metrics.fetches["failed"].inc()
             raise RowsLostError(str(error) or f"{holder} did not send it within {_TOTAL_S:g} s") from error
