@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _REPORT_S = 1.0
 """How often this worker looks whether it obeys another leader now."""
+_UNCLAIMED_S = 10.0
+"""How long the output of the last stage is kept for frontends that do not fetch it."""
 LEADER_RANK = 0
 
 
@@ -217,6 +219,8 @@ class Session:
         done = await self._engine.compute(self, stage.loaded, rows, stage.float32_as, allocate)
         self._metrics.computed(batch.stage, done.compute_ns / 1e9)
         output = done.output
-        number = self._edges.store.put(self, output, expires_s=inputs.expires_s or None) if inputs.keep else None
+        is_last = stage.spec.index + 1 == stage.spec.num_stages
+        expires_s = _UNCLAIMED_S if is_last else None
+        number = self._edges.store.put(self, output, expires_s=expires_s) if inputs.keep else None
         result = Computed(done.compute_ns, done.waited_us, tuple(output.shape[1:]), number)
         return result, rows_payload(output) if number is None else b""

@@ -77,7 +77,6 @@ class BatchInputs(msgspec.Struct, frozen=True, array_like=True):
         rows: number of rows of the batch.
         relayed: the rows that are in the payload, [len(relayed_at), *sample shape]; None if there are none.
         keep: the output should stay at the worker; otherwise it comes with the result, because everything of the batch is relayed.
-        expires_s: after how many seconds the worker frees a kept output by itself; 0: not at all.
         row_bytes: length of packed rows: uint8 [row_bytes]; 0: they have the shape of the stage's input.
     """
 
@@ -86,7 +85,6 @@ class BatchInputs(msgspec.Struct, frozen=True, array_like=True):
     relayed: Any = None
     relayed_at: tuple[int, ...] = ()
     keep: bool = True
-    expires_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
     row_bytes: int = 0
 
     def check(self, max_rows: int) -> None:

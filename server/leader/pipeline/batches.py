@@ -20,9 +20,6 @@ from multiworld_serving.server.leader.versions.version_table import VersionPlan
 
 logger = logging.getLogger(__name__)
 
-_UNCLAIMED_S = 10.0
-"""How long a worker keeps the output of the last stage for frontends that do not fetch it."""
-
 
 @dataclass(slots=True)
 class _Batch:
@@ -57,9 +54,8 @@ class Batches:
         replicas: by the scheduler's id.
     """
 
-    def __init__(self, num_stages: int, requests: Requests, metrics: LeaderMetrics) -> None:
+    def __init__(self, requests: Requests, metrics: LeaderMetrics) -> None:
         self.replicas: dict[ReplicaId, tuple[WorkerLink, VersionPlan]] = {}
-        self._num_stages = num_stages
         self._requests = requests
         self._metrics = metrics
         self._batches: dict[int, _Batch] = {}
@@ -121,9 +117,9 @@ class Batches:
         link, plan = self.replicas[action.replica]
         worker = link.worker
         if worker.state != "broken":  # otherwise the scheduler is about to receive `ReplicaLost`
-            is_last = action.stage + 1 == self._num_stages
             inputs = batch.input.inputs() if isinstance(batch.input, KeptOutput) else batch.input
-            inputs = replace(inputs, keep=not batch.relay, expires_s=_UNCLAIMED_S if is_last else 0.0)
+            if batch.relay:
+                inputs = replace(inputs, keep=False)
             sent = SentBatch(action.batch, action.stage, plan.number, action.requests, action.replica, time.monotonic())
             link.send(sent, inputs)
             if nbytes := relayed_bytes(batch.input):

@@ -80,7 +80,7 @@ class SchedulerDriver:
     ) -> None:
         self.scheduler = Scheduler(config)
         self.requests = Requests(model, metrics, versions, self._arrive, self.submit_event)
-        self.batches = Batches(config.num_stages, self.requests, metrics)
+        self.batches = Batches(self.requests, metrics)
         self.released: list[tuple[Worker, int]] = []
         self._metrics = metrics
         self._after_event = after_event

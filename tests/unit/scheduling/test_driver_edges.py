@@ -57,11 +57,10 @@ async def test_only_references_pass_the_leader_and_outputs_are_released() -> Non
     asked = await bench.ask(RemoteInput(FRONTEND, 7))
     batch, inputs = first.sent.get_nowait()
     assert [(each.holder, each.refs, each.at) for each in inputs.sources] == [(FRONTEND, (RowRef(7, 0),), (0,))]
-    assert (inputs.keep, inputs.expires_s, inputs.relayed) == (True, 0.0, None)
+    assert (inputs.keep, inputs.relayed) == (True, None)
     output = bench.kept(first, batch)
     batch, inputs = second.sent.get_nowait()
     assert [(each.holder, each.refs) for each in inputs.sources] == [(first.edge, (RowRef(output, ALL_ROWS),))]
-    assert inputs.expires_s > 0, "nobody tells the worker when frontends have fetched the answers"
     answer = bench.kept(second, batch)
     found = await asked
     assert found.kept == (Source(second.edge, (RowRef(answer, 0),), (0,)),)
