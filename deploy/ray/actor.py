@@ -24,7 +24,7 @@ from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.process import raise_descriptor_limit
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind, stop_listening
-from multiworld_serving.deploy.ray.placement import Resources
+from multiworld_serving.deploy.ray.placement import NodeResources
 from multiworld_serving.server.supervisor.notify import NotifyListener
 from multiworld_serving.server.supervisor.programs import Process, Role, Starter, Values
 
@@ -52,7 +52,7 @@ class ProcessSpec:
 
     role: Role
     name: str
-    need: Resources
+    need: NodeResources
     values: Values
     namespace: str
     timeouts_s: tuple[float, float]

@@ -24,7 +24,7 @@ from multiworld_serving.common.config.tokens import new_token
 from multiworld_serving.common.settings.serve import ServeSettings
 from multiworld_serving.deploy.health import health_error
 from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec, ProcessState
-from multiworld_serving.deploy.ray.placement import Placement, Resources, place, total
+from multiworld_serving.deploy.ray.placement import ActorPlacement, NodeResources, place, total
 from multiworld_serving.server.supervisor.models import by_name
 from multiworld_serving.server.supervisor.programs import (
     Role,
@@ -150,7 +150,7 @@ def _specs(settings: ServeSettings, models: Mapping[str, ServeSettings]) -> dict
     }
     specs: dict[str, ProcessSpec] = {}
 
-    def add(role: Role, name: str, need: Resources, values: dict[str, object], **more: Any) -> None:
+    def add(role: Role, name: str, need: NodeResources, values: dict[str, object], **more: Any) -> None:
         timeouts = timeouts_s(settings, role, _WORKER_STOP_S)
         options = {"namespace": settings.ray_namespace, "timeouts_s": timeouts, **more}
         specs[name] = ProcessSpec(role, name, need, values, **options)
@@ -158,12 +158,12 @@ def _specs(settings: ServeSettings, models: Mapping[str, ServeSettings]) -> dict
     for model, each in models.items():
         for index, name in enumerate(leaders[model]):
             sockets = {"join_fd": (each.join_host, each.join_port_of(index))}
-            add("leader", name, Resources(1), leader_values(each, index), sockets=sockets)
+            add("leader", name, NodeResources(1), leader_values(each, index), sockets=sockets)
         threads, gpus = each.threads or 1, int(each.device == "cuda")
         values = {**worker_values(each), "device": "cuda:0" if gpus else "cpu", "threads": threads}
         for index in range(each.num_workers):
             name = f"{prefixes[model]}worker-{index}"
-            add("worker", name, Resources(threads, gpus), values, leaders={model: leaders[model]})
+            add("worker", name, NodeResources(threads, gpus), values, leaders={model: leaders[model]})
     for index in range(settings.frontends):
         sockets = {
             "http_fd": (settings.host, settings.http_port),
@@ -172,11 +172,11 @@ def _specs(settings: ServeSettings, models: Mapping[str, ServeSettings]) -> dict
         if settings.grpc_port is not None:
             sockets["grpc_fd"] = (settings.host, settings.grpc_port)
         more = {"leaders": leaders, "models": model_values(models), "sockets": sockets}
-        add("frontend", f"frontend-{index}", Resources(1), frontend_values(settings, index), **more)
+        add("frontend", f"frontend-{index}", NodeResources(1), frontend_values(settings, index), **more)
     return specs
 
 
-def _start(specs: Mapping[str, ProcessSpec], placement: Placement) -> None:
+def _start(specs: Mapping[str, ProcessSpec], placement: ActorPlacement) -> None:
     """Reserve the resources and create the actors. Raises UserError if Ray does not reserve them."""
     shares = [total([specs[name].need for name in bundle]) for bundle in placement.bundles]
     bundles = [{"CPU": share.cores, **({"GPU": share.gpus} if share.gpus else {})} for share in shares]
@@ -266,11 +266,11 @@ def _probe() -> None:
         raise UserError(f"nothing answers at {head}: {error}; {_ADVICE}") from error
 
 
-def _free_resources() -> list[Resources]:
+def _free_resources() -> list[NodeResources]:
     """What each node that is alive has free."""
     found: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
     free = [found.get(node["NodeID"], {}) for node in ray.nodes() if node["Alive"]]
-    return [Resources(each.get("CPU", 0.0), int(each.get("GPU", 0))) for each in free]
+    return [NodeResources(each.get("CPU", 0.0), int(each.get("GPU", 0))) for each in free]
 
 
 def _answers(asked: Mapping[str, "ray.ObjectRef[Any]"], timeout_s: float) -> dict[str, Any]:

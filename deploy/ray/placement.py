@@ -7,7 +7,7 @@ from typing import NamedTuple
 from multiworld_serving.common.config.errors import UserError
 
 
-class Resources(NamedTuple):
+class NodeResources(NamedTuple):
     """What one process needs, or what a node has free."""
 
     cores: float
@@ -18,7 +18,7 @@ class Resources(NamedTuple):
         return " + ".join(f"{amount:g} {name}" for name, amount in amounts.items() if amount) or "nothing"
 
 
-class Placement(NamedTuple):
+class ActorPlacement(NamedTuple):
     """What Ray should reserve.
 
     Attributes:
@@ -30,7 +30,7 @@ class Placement(NamedTuple):
     strict: bool
 
 
-def place(groups: Sequence[Mapping[str, Resources]], nodes: Sequence[Resources], spread: int) -> Placement:
+def place(groups: Sequence[Mapping[str, NodeResources]], nodes: Sequence[NodeResources], spread: int) -> ActorPlacement:
     """Choose the bundles of a service.
 
     A bundle has an equal share of each group: with as many bundles as replicas, it holds one replica of every stage, so the loss of a node
@@ -49,19 +49,19 @@ def place(groups: Sequence[Mapping[str, Resources]], nodes: Sequence[Resources],
     shares = [[name for group in groups for name in list(group)[index::count]] for index in range(count)]
     bundles = tuple(tuple(share) for share in shares if share)
     if _fit([total([needs[name] for name in bundle]) for bundle in bundles], nodes, alone=True):
-        return Placement(bundles, strict=True)
+        return ActorPlacement(bundles, strict=True)
     singles = sorted(needs.values(), key=lambda need: (need.gpus, need.cores), reverse=True)
     if _fit(singles, nodes, alone=False):
-        return Placement(tuple((name,) for name in needs), strict=False)
+        return ActorPlacement(tuple((name,) for name in needs), strict=False)
     raise UserError(_shortage(singles, nodes))
 
 
-def total(needs: Sequence[Resources]) -> Resources:
+def total(needs: Sequence[NodeResources]) -> NodeResources:
     """The sum."""
-    return Resources(sum(need.cores for need in needs), sum(need.gpus for need in needs))
+    return NodeResources(sum(need.cores for need in needs), sum(need.gpus for need in needs))
 
 
-def _fit(needs: Sequence[Resources], nodes: Sequence[Resources], *, alone: bool) -> bool:
+def _fit(needs: Sequence[NodeResources], nodes: Sequence[NodeResources], *, alone: bool) -> bool:
     """Whether there is room for all, each on the emptiest node. `alone`: each on another node."""
     left = list(nodes)
     for need in needs:
@@ -74,13 +74,13 @@ def _fit(needs: Sequence[Resources], nodes: Sequence[Resources], *, alone: bool)
             return False
         left.remove(node)
         if not alone:
-            left.append(Resources(node.cores - need.cores, node.gpus - need.gpus))
+            left.append(NodeResources(node.cores - need.cores, node.gpus - need.gpus))
     return True
 
 
-def _shortage(needs: Sequence[Resources], nodes: Sequence[Resources]) -> str:
+def _shortage(needs: Sequence[NodeResources], nodes: Sequence[NodeResources]) -> str:
     needed, free = total(needs), total(nodes)
-    missing = Resources(math.ceil(max(0, needed.cores - free.cores)), max(0, needed.gpus - free.gpus))
+    missing = NodeResources(math.ceil(max(0, needed.cores - free.cores)), max(0, needed.gpus - free.gpus))
     if missing == (0, 0):
         return (
             f"the Ray cluster has enough in total, but not where one process can use it: a process needs {needs[0]}, and the nodes have "
