@@ -175,7 +175,7 @@ class World:
 
     async def recv_view(
         self,
-        check: Callable[[bytes, int], Tensor | None],
+        check: Callable[[bytes, int], object],
         src: int,
         *,
         tag: int = 0,
@@ -184,8 +184,7 @@ class World:
         """Receive a message of unknown size without a copy, if the sender has allocated its payload with `allocate` on this host.
 
         Otherwise the view has memory of its own. `check(header, size_bytes)` raises ValueError to refuse the message: the world breaks
-        with cause `error`. If it returns a contiguous tensor of this size, the data is copied there. It must not block, and may be called
-        on another thread.
+        with cause `error`. It must not block, and may be called on another thread.
         """
         view = View(check)
         await self.start(p2p.recv_view(self.facts, view, src, tag), timeout_s=timeout_s).finish()

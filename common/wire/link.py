@@ -219,7 +219,7 @@ class Link:
         lost = LinkLostError("this process stops", failed=False)
         try:
             while True:
-                transfer = await self.world.recv_view(self._memory_of, self._peer)
+                transfer = await self.world.recv_view(self._check, self._peer)
                 for received in self._protocol.decode(transfer.data.numpy().data):
                     self._take(received)
         except WorldClosedError as closed:
@@ -250,12 +250,11 @@ class Link:
                 if take is not None:
                     take(received)
 
-    def _memory_of(self, _header: bytes, size_bytes: int) -> torch.Tensor:
-        """Memory for a transfer, so that the other end cannot choose how much is allocated. May run on another thread."""
+    def _check(self, _header: bytes, size_bytes: int) -> None:
+        """Reject a transfer that is too long before memory is allocated for it. May run on another thread."""
         most = self.max_bytes + _MAX_BODY_BYTES + _TRANSFER_BYTES  # the last message may be longer than a transfer
         if not 1 <= size_bytes <= most:
             raise WireError(f"a transfer of {size_bytes} bytes; expected 1 to {most}")
-        return torch.empty(size_bytes, dtype=torch.uint8)
 
     def fail(self, detail: str) -> None:
         """Break the world."""

@@ -202,18 +202,16 @@ class View:
 
     Attributes:
         header: the sender's header, padded with zeros to MAX_HEADER_BYTES.
-        data: uint8 [n], or the tensor that `check` has returned.
+        data: uint8 [n].
 
     Args:
-        check: called with header and size in bytes; raises ValueError to refuse the message. May return the memory for its data.
+        check: called with header and size in bytes; raises ValueError to refuse the message.
     """
 
-    def __init__(self, check: Callable[[bytes, int], Tensor | None]) -> None:
+    def __init__(self, check: Callable[[bytes, int], object]) -> None:
         self.header = b""
         self.data = _NO_DATA
         self.size_bytes = 0
-        self.copied = False
-        """Whether the data is copied to memory that `check` has returned."""
         self._check = check
         self._release: Callable[[], object] | None = None
 
@@ -232,15 +230,12 @@ class View:
 
     def accept(self, header: bytes, size_bytes: int) -> None:
         """Check an announced message. Raises ValueError."""
-        memory = self._check(header, size_bytes)
+        self._check(header, size_bytes)
         self.header, self.size_bytes = header, size_bytes
-        if memory is not None:
-            self.data, self.copied = memory, True
 
     def allocate(self) -> Tensor:
         """Provide memory of this process for the data."""
-        if self.size_bytes and not self.copied:
-            self.data = torch.empty(self.size_bytes, dtype=torch.uint8)
+        self.data = torch.empty(self.size_bytes, dtype=torch.uint8)
         return self.data
 
     def place(self, data: Tensor, release: Callable[[], object]) -> Tensor:

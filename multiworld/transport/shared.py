@@ -269,8 +269,6 @@ def _map(connection: PeerConnection, view: View, fd: int, lease: int, offset: in
     start = offset % mmap.ALLOCATIONGRANULARITY
     length = start + view.size_bytes
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if view.copied:
-        return view.allocate()
     try:
         mapped = mmap.mmap(fd, length, mmap.MAP_PRIVATE, protection, offset=offset - start)
     except OSError:

@@ -4,6 +4,7 @@ import array
 import asyncio
 import errno
 import fcntl
+import mmap
 import os
 import resource
 import socket
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -62,8 +64,8 @@ class LocalEnd(End):
         message = send_message(FACTS, b"header", payload, 1, 0)
         return self.start(message, pack_head(MESSAGE, 0, payload.nbytes, b"header"), payload)
 
-    def view(self, *, copied: bool = False) -> tuple[View, Operation]:
-        view = View(lambda _header, size_bytes: torch.empty(size_bytes, dtype=torch.uint8) if copied else None)
+    def view(self) -> tuple[View, Operation]:
+        view = View(lambda _header, _size_bytes: None)
         return view, self.start(recv_view(FACTS, view, 1, 0))
 
 
@@ -221,12 +223,13 @@ async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sende
     view.release()
 
 
-async def test_segment_is_released_while_the_received_data_is_used_when_it_is_copied(
-    pair: tuple[LocalEnd, LocalEnd],
+async def test_view_is_copied_and_the_segment_is_released_when_it_cannot_be_mapped(
+    pair: tuple[LocalEnd, LocalEnd], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = pair
     tensor = allocated(one, MIB)
-    view, received = other.view(copied=True)
+    view, received = other.view()
+    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError))
     one.send_message(tensor)
     await other.until_completed(received)
     await until(lambda: not leases(one))
