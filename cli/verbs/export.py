@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +88,8 @@ def export(options: ExportOptions) -> int:
     source, weights = options.source, options.weights
     dynamic = tuple(map(parse_dynamic, options.dynamic))
     exporter.check_path(options.output)
-    _progress("loading the model")
+    progress = partial(print, file=sys.stderr, flush=True)
+    progress("loading the model")
     published: Preprocessing | None = None
     labels: tuple[str, ...] = ()
     if ":" not in source:
@@ -112,13 +114,9 @@ def export(options: ExportOptions) -> int:
         labels=labels,
         output=PROBABILITIES if published is not None and labels else None,
     )
-    report = exporter.export_model(module, list(example.values()), options.output, details, _progress)
+    report = exporter.export_model(module, list(example.values()), options.output, details, progress)
     _show(report, options.output)
     return 0
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _name_of(output: Path) -> str:
@@ -155,14 +153,12 @@ def _preprocessing(options: ExportOptions, published: "Preprocessing | None") ->
     given = (options.image_size, options.resize, options.mean, options.std)
     if all(option is None for option in given) and (options.example or options.input or published is None):
         return None
-    size = options.image_size or (published.crop_size if published else None)
-    if size is None:
+    if published is None and options.image_size is None:
         raise UserError("--resize, --mean and --std describe images: give --image-size PIXELS, too")
-    resize = options.resize or (
-        published.resize_size if published and size == published.crop_size else round(size * 8 / 7)
-    )
-    mean = options.mean or (published.mean if published else _IMAGENET_MEAN)
-    return Preprocessing(resize, size, mean, options.std or (published.std if published else _IMAGENET_STD))
+    usual = published or Preprocessing(256, 224, _IMAGENET_MEAN, _IMAGENET_STD)
+    size = options.image_size or usual.crop_size
+    resize = options.resize or (usual.resize_size if size == usual.crop_size else round(size * 8 / 7))
+    return Preprocessing(resize, size, options.mean or usual.mean, options.std or usual.std)
 
 
 def _show(report: "ExportReport", path: Path) -> None:
