@@ -119,10 +119,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
             # A sent piece overwrites a piece that the receiver has not read.
             ("self._pieces_sent - self._pieces_done >= SLOTS", "self._pieces_sent - self._pieces_done > SLOTS"),
             # A segment that the receiver has released is never used again.
-            (
-                "        self._pool.release(segment)\n        if message is not None:\n            connection.owner",
-                "        if message is not None:\n            connection.owner",
-            ),
+            ("        self._pool.release(self._leases.pop(lease))\n\n", "        self._leases.pop(lease)\n\n"),
             # Descriptors that arrived for a message stay open when the connection ends.
             (
                 "        for fd in self._fds:\n            os.close(fd)\n        self._fds.clear()\n",

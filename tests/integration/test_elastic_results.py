@@ -79,6 +79,14 @@ async def worlds() -> AsyncIterator[list[ElasticWorld]]:
             await manager.leave("w")
 
 
+async def reduce(
+    worlds: list[ElasticWorld], tensors: list[list[Tensor]], op: str = "SUM", **settings: Any
+) -> list[Any]:
+    """Reduce the tensors of each member. Returns the outcomes."""
+    calls = zip(worlds, tensors, strict=True)
+    return await asyncio.gather(*(w.all_reduce_multiple_with_retry(own, OPS[op], **settings) for w, own in calls))
+
+
 @pytest.mark.parametrize("op", OPS)
 async def test_tensors_of_all_dtypes_and_shapes_are_reduced_in_one_call(worlds: list[ElasticWorld], op: str) -> None:
     def tensors(rank: int) -> list[Tensor]:
@@ -90,9 +98,7 @@ async def test_tensors_of_all_dtypes_and_shapes_are_reduced_in_one_call(worlds: 
 
     everybody = [tensors(rank) for rank in range(3)]
     expected = [reference([each.detach() for each in same], op) for same in zip(*everybody, strict=True)]
-    outcomes = await asyncio.gather(
-        *(world.all_reduce_multiple_with_retry(own, OPS[op]) for world, own in zip(worlds, everybody, strict=True))
-    )
+    outcomes = await reduce(worlds, everybody, op)
     for index, right in enumerate(expected):
         check_equal([own[index].detach().contiguous().view(-1) for own in everybody], right.reshape(-1))
     for outcome in outcomes:
@@ -110,11 +116,7 @@ async def test_every_layout_and_dtype_is_reduced_and_memory_around_it_is_unchang
     keys = [(dtype, count) for dtype in dtypes for count in ((1,) if layout == "0-d" else (24, 1, 0))]
     contents = [[data.reduced(f"{rank}/{key}", *key, "SUM") for key in keys] for rank in range(3)]
     boxes = [[data.Box(f"{layout}/{rank}", content) for content in own] for rank, own in enumerate(contents)]
-    calls = (
-        world.all_reduce_multiple_with_retry([box.tensor for box in own], OPS["SUM"])
-        for world, own in zip(worlds, boxes, strict=True)
-    )
-    await asyncio.gather(*calls)
+    await reduce(worlds, [[box.tensor for box in own] for own in boxes])
     for own in boxes:
         for box, brought in zip(own, zip(*contents, strict=True), strict=True):
             box.check(data.reduction(list(brought), "SUM"), exact=False)
@@ -183,21 +185,17 @@ async def test_short_dtypes_are_reduced_in_float32(worlds: list[ElasticWorld], d
     """In the dtype itself, 2048 + 1 is 2048 for the first two members, and the sum that is averaged overflows float16."""
     for count in (4, 500_000):
         small = [torch.full((count,), value, dtype=dtype) for value in (2048.0, 1.0, 15.0)]
-        await asyncio.gather(*(w.all_reduce_with_retry(own) for w, own in zip(worlds, small, strict=True)))
+        await reduce(worlds, [[own] for own in small])
         assert all(own.eq(2064).all() for own in small)
         large = [torch.full((count,), 49152.0, dtype=dtype) for _ in worlds]
-        await asyncio.gather(
-            *(w.all_reduce_with_retry(own, ReduceOp.AVG) for w, own in zip(worlds, large, strict=True))
-        )
+        await reduce(worlds, [[own] for own in large], "AVG")
         assert all(own.eq(49152).all() for own in large)
 
 
 async def test_quantized_numbers_that_are_not_finite_give_nan_on_all_members(worlds: list[ElasticWorld]) -> None:
     for poison in (torch.nan, torch.inf, 3.0e38):  # the last one: the sum of three overflows
         everybody = [torch.full((5,), poison if world.rank or poison < torch.inf else 1.0) for world in worlds]
-        await asyncio.gather(
-            *(w.all_reduce_with_retry(t, quantization="min_max") for w, t in zip(worlds, everybody, strict=True))
-        )
+        await reduce(worlds, [[own] for own in everybody], quantization="min_max")
         assert not any(tensor.isfinite().any() for tensor in everybody)
 
 
@@ -236,9 +234,7 @@ async def test_tensors_on_a_gpu_are_not_copied_on_the_event_loop(
     for name in ("flatten", "write_back"):
         monkeypatch.setattr(calls, name, functools.partial(observe, getattr(calls, name)))
     tensors = [torch.full((4,), float(world.rank), device="cuda") for world in worlds]
-    await asyncio.gather(
-        *(world.all_reduce_with_retry(own) for world, own in zip(worlds, tensors, strict=True)),
-    )
+    await reduce(worlds, [[own] for own in tensors])
     assert [own.tolist() for own in tensors] == [[3.0] * 4] * 3
     assert threading.current_thread() not in threads
 

@@ -7,7 +7,6 @@ operations at once and awaits them. Faults hit one process, or one world of it, 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
 
 import torch
 
@@ -20,22 +19,8 @@ SPARED = 2
 FAULT_TAG = 1 << 28
 """Tags from here on belong to messages of faults."""
 
-FaultKind = Literal[
-    "kill",
-    "exit",
-    "stop",
-    "pause",
-    "cleanup",
-    "close",
-    "leave",
-    "cancel",
-    "timeout",
-    "mismatch",
-    "disagree",
-    "cut",
-    "lose",
-]
-"""The kinds of faults.
+FaultKind = str
+"""The kinds of faults, the keys of `CAUSES`.
 
     kill      the process ends by SIGKILL
     exit      the process ends like a normal program
