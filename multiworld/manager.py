@@ -24,8 +24,7 @@ from multiworld.control.loop import ControlLoop
 from multiworld.errors import WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
 from multiworld.membership.acceptor import Answerer
-from multiworld.membership.listeners import Listeners, listening_address, listening_host
-from multiworld.membership.local_socket import default_runtime_dir
+from multiworld.membership.listeners import Listeners, default_runtime_dir, listening_address, listening_host
 from multiworld.transport.segments import Register, SegmentPool
 from multiworld.world import World, WorldState
 

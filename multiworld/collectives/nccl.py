@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Store, Work
 
 from multiworld.execution.cuda import call_on
-from multiworld.execution.failures import lost_connections
+from multiworld.execution.failures import ConnectionLostError
 from multiworld.execution.store import ControlStore
 from multiworld.execution.threads import WorkerThread
 from multiworld.ops.operation import Collective
@@ -160,6 +160,18 @@ def _has_completed(work: Work) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def _lost_connections() -> Iterator[None]:
+    """Translate a RuntimeError of c10d into ConnectionLostError, unless it reports missing memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        missing_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if missing_memory or isinstance(error, ConnectionLostError):
+            raise
+        raise ConnectionLostError(str(error)) from None
+
+
 class NcclCollectives:
     """Builds the NCCL group of a world and hands collectives to it.
 
@@ -223,7 +235,7 @@ class NcclCollectives:
 
     def _connect(self, connected: Future[None]) -> None:
         try:
-            with lost_connections():
+            with _lost_connections():
                 self._group = self._make_group()
             connected.set_result(None)
         except BaseException as error:  # noqa: BLE001 - raised to the caller of `connect`
@@ -234,7 +246,7 @@ class NcclCollectives:
         assert self._group is not None
         try:
             self._check()
-            with lost_connections():
+            with _lost_connections():
                 self._posted[operation] = call_on(operation.stream, partial(operation.post, self._group))
             self._threads[1].run(self._poll)
         except Exception as error:  # noqa: BLE001 - the operation and its world fail
@@ -257,7 +269,7 @@ class NcclCollectives:
 
     def _finish(self, operation: Collective, work: Work) -> None:
         try:
-            with lost_connections():
+            with _lost_connections():
                 call_on(operation.stream, work.wait)  # raises its error, or orders the current stream after it
             self._check()  # operations that NCCL aborts look complete
             self._on_done(operation)

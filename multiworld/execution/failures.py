@@ -1,10 +1,5 @@
 """Classifies errors of operations: a lost connection is attributed to the peer, any other error to this member."""
 
-import contextlib
-from collections.abc import Iterator
-
-import torch
-
 _REASON_CHARS = 500
 
 
@@ -32,18 +27,6 @@ class MismatchError(Exception):
         super().__init__(rank, detail)
         self.rank = rank
         self.detail = detail
-
-
-@contextlib.contextmanager
-def lost_connections() -> Iterator[None]:
-    """Translate a RuntimeError of c10d into ConnectionLostError, unless it reports missing memory."""
-    try:
-        yield
-    except RuntimeError as error:
-        missing_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if missing_memory or isinstance(error, ConnectionLostError):
-            raise
-        raise ConnectionLostError(str(error)) from None
 
 
 def described(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Forms a world: its members join at rank 0 and connect to each other, on the control loop. A world with NCCL then connects that.
 
 For its data connections each member connects to all lower ranks, in parallel, and accepts all higher ranks. Members on one host connect
-through the Unix socket of the process (local_socket.py), the others by TCP. Rank 0 accepts on the port of its control connections. Every
+through the Unix socket of the process (listeners.py), the others by TCP. Rank 0 accepts on the port of its control connections. Every
 other member except the last opens a port for this before it joins, and closes it when all are connected. Rank 0 sends the addresses of
 all members with `Start`. The handshake is the same as on a control connection and covers the world, the generation and both ranks.
 """

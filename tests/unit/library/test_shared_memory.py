@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from multiworld import WorldManager
-from multiworld.membership.local_socket import bind_local, default_runtime_dir
+from multiworld.membership.listeners import bind_local, default_runtime_dir
 from multiworld.ops.operation import Operation, View
 from multiworld.ops.p2p import recv_view, send_message
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
