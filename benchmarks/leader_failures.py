@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,13 +66,14 @@ class Faults:
     def is_ready(self) -> bool:
         status = self._service.status()
         replicas = [replica for stage in status["stages"] for replica in stage["replicas"]]
-        ready = [leader["state"] == "ready" for leader in status["leaders"]]
-        return ready == [True] * self._leaders and all(replica["state"] == "ready" for replica in replicas)
+        leaders = [leader["state"] for leader in status["leaders"]]
+        settled = leaders == ["ready", *["standby"] * (self._leaders - 1)]
+        return settled and all(replica["state"] == "ready" for replica in replicas)
 
     def end_leader(self, signum: int) -> None:
-        """End a leader, and wait until another one has replaced it."""
+        """End the leader that serves, and wait until another process has replaced it."""
         self.until(self.is_ready)
-        pid = self._random.choice([leader["pid"] for leader in self._service.status()["leaders"]])
+        pid = next(leader["pid"] for leader in self._service.status()["leaders"] if leader["state"] == "ready")
         os.kill(pid, signum)
         self.until(lambda: all(leader["pid"] != pid for leader in self._service.status()["leaders"]))
         time.sleep(self._pause_s)
@@ -189,7 +191,11 @@ def _after_kills(load: Load, kills_s: list[float]) -> str:
 def _summary(load: Load) -> str:
     wrong = [sample for sample in load.samples if sample.status == 200 and sample.error]
     took_s = [sample.took_s for sample in load.samples]
-    found = f"{len(load.samples)} requests, {len(load.failed)} failed, {len(wrong)} wrong, longest {max(took_s):.3f} s"
+    silence_s = max(later - earlier for earlier, later in pairwise(sorted(sample.done_s for sample in load.samples)))
+    found = (
+        f"{len(load.samples)} requests, {len(load.failed)} failed, {len(wrong)} wrong, longest {max(took_s):.3f} s, "
+        f"{silence_s:.3f} s without a response"
+    )
     kinds = {f"{sample.status} {sample.error[:160]}" for sample in load.failed}
     return (
         found

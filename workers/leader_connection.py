@@ -1,4 +1,4 @@
-"""A worker's connection to one leader: request a world, serve in it, and rejoin after every failure."""
+"""Which leader a worker joins: the first one that it can reach, the next one when that is lost, and an earlier one when it is back."""
 
 import asyncio
 import contextlib
@@ -7,30 +7,33 @@ import os
 import random
 import time
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from multiworld import AskError, Cause, World, WorldError, WorldManager
-from multiworld_serving.common.config.addresses import Address
+from multiworld import AskError, Cause, WorldError, WorldManager
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.settings.worker import WorkerSettings
-from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
+from multiworld_serving.common.wire.join import MAX_HELD, JoinOffer, JoinRequest
 from multiworld_serving.common.wire.protocol import WireError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer
-from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
 
 logger = logging.getLogger(__name__)
 
 _MIN_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 5.0
+_MAX_BACKOFF_S = 2.0
 """Pauses between attempts to join: they double from the first to the longest one."""
 _BATCH_STUCK_S = 2.0
 """A batch that still runs this long after its world ended counts as stuck. Only a new process helps."""
 _WAITS_LOGGED = 3
 """After this many responses in a row without a world, the worker logs why it may have to wait."""
+_STAYS = (Cause.LEFT, Cause.ABORTED)
+"""After these causes, which the leader decides, it is asked first again."""
+_POLL_S = 0.01
+_LOOK_S = 0.25
+"""Pause between two looks for a better leader."""
 _NOT_READY = (ConnectionRefusedError, BlockingIOError)
 """While a leader loads its model, nothing listens on its port, or the kernel accepts the connection and no frame arrives."""
 DRAIN_S = 30.0
@@ -57,49 +60,58 @@ def _end_stuck(reason: str, status: int = EXIT_STUCK) -> NoReturn:
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """What the connections of a worker to all its leaders share.
+    """What a worker process has.
 
     Attributes:
         stop: set when the process must end. A restart request from a leader sets it too.
-        edges: of this process.
     """
 
     settings: WorkerSettings
     engine: Engine
     stop: asyncio.Event
-    order: LeaderOrder
     metrics: WorkerMetrics
     edges: Edges
 
 
+class _Found(NamedTuple):
+    """A leader that offers a world."""
+
+    number: int
+    offer: JoinOffer
+
+
 class LeaderConnection:
-    """Joins one leader, serves it, and rejoins.
+    """Joins one leader, serves it, and joins the next one when it is lost.
+
+    A leader is lost when its world breaks: the leaders after it in `settings.leaders` are asked first then, because it may be frozen. While
+    an earlier leader is missing, the worker asks it again and again whether it may move there. It leaves when that leader has agreed, and
+    finishes its batches before.
 
     Args:
-        manager: used by this connection only, because two leaders may use the same world name.
-        leader: where it listens; the settings may know another address before each attempt to join.
-        number: its position in `settings.leaders`.
+        manager: for the worlds of this worker.
     """
 
-    def __init__(self, worker: WorkerProcess, manager: WorldManager, leader: Address, number: int = 0) -> None:
+    def __init__(self, worker: WorkerProcess, manager: WorldManager) -> None:
         self._worker = worker
         self._settings = worker.settings
         self._manager = manager
-        self._number = number
-        self._leader = leader
         self._session: Session | None = None
+        self._better: _Found | None = None
+        """Where this worker moves to when its session has ended."""
+        self._failures = [0] * len(worker.settings.leaders)
+        """How often in a row each leader could not be asked or joined."""
         self._wait_s = 0.0
-        """Minimum pause before the next join, as the leader's last offer said."""
+        """Minimum pause before the next join, as the last offer said."""
         self._waits = 0
-        """How often in a row the leader has offered no world to this worker, which obeys it."""
+        """How often in a row a leader has asked this worker to wait."""
 
     @property
     def serving(self) -> bool:
-        """Whether this worker has a stage loaded and warmed up for this leader."""
+        """Whether this worker has a stage loaded and warmed up for a leader."""
         return self._session is not None and self._session.serving
 
     async def run(self) -> None:
-        """Serve this leader until `stop` is set.
+        """Serve until `stop` is set.
 
         Raises:
             UserError: the leader rejects the token, and it is the only leader.
@@ -110,7 +122,7 @@ class LeaderConnection:
         try:
             await asyncio.wait({staying, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not staying.done() and (session := self._session) is not None and session.serving:
-                logger.info("leader=%s leaving: waiting until it has rerouted its batches", self._leader)
+                logger.info("leaving: waiting until the leader has rerouted its batches")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(DRAIN_S):
                         session.leave()
@@ -123,96 +135,130 @@ class LeaderConnection:
             staying.result()
 
     async def _stay_joined(self) -> None:
-        """Serve this leader in one world after another. Returns when a world has ended after `stop` was set. Raises as `run`."""
-        failures = 0
+        """Serve in one world after another. Returns when a world has ended after `stop` was set. Raises as `run`."""
+        first, failures = 0, 0
         while not self._worker.stop.is_set():
-            try:
-                failures = 0 if await self.serve_once() else failures + 1
-            except (AskError, WorldError, WireError, OSError) as error:
-                if failures in (0, 10, 100) or failures % 1000 == 0:
-                    logger.warning("leader=%s cannot be joined: %s", self._leader, error)
-                if failures == 0 and isinstance(error.__cause__, _NOT_READY):
-                    logger.info("waiting for leader=%s, which answers when it has loaded its model", self._leader)
-                failures += 1
+            found, self._better = self._better or await self._find(first), None
+            served = False
+            if found is not None:
+                try:
+                    cause, served = await self._serve(found)
+                    first = found.number if cause in _STAYS else found.number + 1
+                except (WorldError, WireError, OSError) as error:
+                    self._log_failure(found.number, error)
+                    first = found.number + 1
+            failures = 0 if served else failures + 1
             await self._pause(failures)
 
-    async def serve_once(self) -> bool:
-        """Join one world and serve in it until it ends. Returns whether a stage was served."""
-        self._leader = self._settings.leaders[self._number]
-        with self._worker.order.attempt(self._number):
-            offer = await self._ask()
-            self._wait_s = offer.wait_ms / 1000
-            if not offer.world:
-                self._count_wait()
-                return False
-            self._waits = 0
-            world = await offer.join(self._manager, self._leader, self._settings.join_timeout_s)
-            with self._worker.order.linked(self._number, offer.leader, world.name) as place:
-                return await self._serve_in(world, place)
+    # -- finding a leader ----------------------------------------------------------------------------------------------------
 
-    def _count_wait(self) -> None:
-        """Count a response without a world, and log several in a row once. They are usual if this worker obeys another leader."""
-        if self._worker.order.obeyed(self._number):
-            return
-        self._waits += 1
+    async def _find(self, first: int) -> _Found | None:
+        """The first leader that offers a world; asks this one first and the one before it last."""
+        count = len(self._settings.leaders)
+        numbers, last = [(first + step) % count for step in range(count)], None
+        for number in numbers:
+            offer = await self._ask(number)
+            if offer is not None and not offer.elsewhere:
+                return self._accept(number, offer)
+            if offer is not None and last is None:
+                last = number
+        if last is not None and (offer := await self._ask(last, alone=True)) is not None:
+            return self._accept(last, offer)
+        return None
+
+    def _accept(self, number: int, offer: JoinOffer) -> _Found | None:
+        """None if the leader asks this worker to wait. Logs it once when it does so several times."""
+        if offer.world:
+            self._waits = 0
+            return _Found(number, offer)
+        self._wait_s, self._waits = offer.wait_ms / 1000, self._waits + 1
         if self._waits == _WAITS_LOGGED:
             logger.warning(
                 "leader=%s asks this worker to wait: it may be quarantined after failures, or another worker is connected as %s; "
                 "see the leader's log",
-                *(self._leader, self._settings.name),
+                *(self._settings.leaders[number], self._settings.name),
             )
+        return None
 
-    async def _serve_in(self, world: World, place: LeaderPlace) -> bool:
-        """Serve in this world until it ends. Returns whether a stage was served."""
-        worker = self._worker
-        self._session = session = Session(world, worker.engine, worker.edges, worker.stop.set, worker.metrics, place)
+    async def _find_better(self, number: int, session: Session) -> None:
+        """Look for an earlier leader that takes this worker, or for any other one if this one asks for it; then leave."""
+        while self._better is None:
+            await asyncio.sleep(_LOOK_S)
+            others = range(len(self._settings.leaders)) if session.released else range(number)
+            for other in others if session.serving else ():
+                offer = await self._ask(other, serves=not session.released) if other != number else None
+                if offer is not None and offer.world:
+                    logger.info("moving to leader=%s", self._settings.leaders[other])
+                    self._better = _Found(other, offer)
+                    session.leave()
+                    break
+
+    async def _ask(self, number: int, *, serves: bool = False, alone: bool = False) -> JoinOffer | None:
+        """The answer of a leader; None if it does not answer in time or refuses. Raises UserError."""
+        settings = self._settings
+        leader, is_only = settings.leaders[number], len(settings.leaders) == 1
+        request = JoinRequest(
+            *(settings.name, settings.device, settings.advertise_host, os.getpid()),
+            held=tuple(self._worker.engine.stages.keys())[:MAX_HELD],
+            serves=serves,
+            alone=alone,
+            edge=self._worker.edges.holder,
+        )
+        try:
+            offer = await JoinOffer.ask(
+                *(leader, request.to_json()),
+                secret=settings.secret,
+                timeout_s=settings.join_timeout_s if is_only else settings.heartbeat_timeout_s,
+                bind_host=settings.bind_host or "",
+            )
+        except PermissionError as error:
+            message = f"the leader at {leader} rejects this worker's token: {error}"
+            if is_only:
+                raise UserError(message) from error
+            self._log_failure(number, AskError(message))
+        except (AskError, WireError, OSError) as error:
+            self._log_failure(number, error)
+        else:
+            self._failures[number] = 0
+            return offer
+        return None
+
+    def _log_failure(self, number: int, error: Exception) -> None:
+        """Log that a leader cannot be joined, unless that repeats."""
+        leader, failures = self._settings.leaders[number], self._failures[number]
+        if failures in (0, 10, 100) or failures % 1000 == 0:
+            logger.warning("leader=%s cannot be joined: %s", leader, error)
+        if failures == 0 and isinstance(error.__cause__, _NOT_READY):
+            logger.info("waiting for leader=%s, which answers when it has loaded its model", leader)
+        self._failures[number] += 1
+
+    # -- serving -------------------------------------------------------------------------------------------------------------
+
+    async def _serve(self, found: _Found) -> tuple[Cause, bool]:
+        """Join the offered world and serve in it until it ends. Returns why it ended, and whether a stage was served."""
+        worker, leader = self._worker, self._settings.leaders[found.number]
+        world = await found.offer.join(self._manager, leader, self._settings.join_timeout_s)
+        self._session = session = Session(world, worker.engine, worker.edges, worker.stop.set, worker.metrics)
         worker.metrics.world_joined()
+        looking = asyncio.create_task(self._find_better(found.number, session))
         try:
             ending = await session.run()
             logger.log(
                 logging.DEBUG if ending.cause == Cause.LEFT else logging.INFO,
                 "leader=%s world=%s generation=%d ended cause=%s",
-                self._leader,
+                leader,
                 world.name,
                 world.generation,
                 ending.cause,
             )
             worker.metrics.world_ended(ending.cause)
             await self._raise_if_stuck(session)
-            return session.serving
+            return ending.cause, session.serving
         finally:
+            looking.cancel()
             self._session = None
             worker.metrics.world_left()
             await self._manager.close_world(world.name)
-
-    async def _ask(self) -> JoinOffer:
-        settings = self._settings
-
-        async def question() -> str:
-            await self._worker.order.until_earlier_leaders_assigned(self._number)
-            return JoinRequest(
-                settings.name,
-                settings.device,
-                settings.advertise_host,
-                os.getpid(),
-                self._worker.order.parts,
-                self._worker.order.obeyed(self._number),
-                self._worker.edges.holder,
-                self._worker.order.world,
-            ).to_json()
-
-        try:
-            return await JoinOffer.ask(
-                *(self._leader, question),
-                secret=settings.secret,
-                timeout_s=settings.join_timeout_s,
-                bind_host=settings.bind_host or "",
-            )
-        except PermissionError as error:
-            message = f"the leader at {self._leader} rejects this worker's token: {error}"
-            if len(settings.leaders) > 1:  # keep serving the other leaders
-                raise AskError(message) from error
-            raise UserError(message) from error
 
     async def _raise_if_stuck(self, session: Session) -> None:
         """Raise StuckError if the GPU has failed, or the engine is still busy with a job of the ended world.
@@ -227,7 +273,7 @@ class LeaderConnection:
             if now_s - began_s > longest_s:
                 what = "computing" if job.is_batch else "loading"
                 _end_stuck(f"the stage has been {what} for {now_s - job.begun_s:.1f} s and does not return")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_POLL_S)
 
     async def _pause(self, failures: int) -> None:
         """Wait before the next join: exponential backoff with jitter and a cap, at least as long as the leader said; 0 after serving."""

@@ -1,4 +1,4 @@
-"""The worker process: one device, one engine, and one connection per leader."""
+"""The worker process: one device, one engine, and one leader at a time."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Sequence
 
 import torch
 import uvloop
@@ -23,7 +22,6 @@ from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
-from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.gpu import GpuCollector
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 
@@ -75,27 +73,20 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
         loop.add_signal_handler(signum, stop.set)
     status = 0
     try:
-        async with contextlib.AsyncExitStack() as stack, notify_systemd(), asyncio.TaskGroup() as tasks:
+        async with contextlib.AsyncExitStack() as stack, notify_systemd():
             edges = await _open_edges(stack, settings, device, metrics)
-            worker = WorkerProcess(settings, engine, stop, LeaderOrder(), metrics, edges)
-            metrics.derived.register(worker.order)
-            connections = list[LeaderConnection]()
-            await _start_metrics_port(stack, settings, metrics, engine, connections)
-            for number, leader in enumerate(settings.leaders):
-                manager = await stack.enter_async_context(
-                    WorldManager(
-                        secret=settings.secret,
-                        verify_collectives=False,  # must equal the leader's
-                        bind_host=settings.bind_host or "",
-                        **settings.heartbeats,
-                    )
+            manager = await stack.enter_async_context(
+                WorldManager(
+                    secret=settings.secret,
+                    verify_collectives=False,  # must equal the leader's
+                    bind_host=settings.bind_host or "",
+                    **settings.heartbeats,
                 )
-                connections.append(LeaderConnection(worker, manager, leader, number))
-                tasks.create_task(connections[-1].run())
-    except ExceptionGroup as errors:  # of the task group: the first error has ended the other connections
-        ending = errors.exceptions[0]
-        if not isinstance(ending, StuckError):
-            raise ending from None
+            )
+            connection = LeaderConnection(WorkerProcess(settings, engine, stop, metrics, edges), manager)
+            await _start_metrics_port(stack, settings, metrics, engine, connection)
+            await connection.run()
+    except StuckError as ending:
         logger.error("%s: exiting", ending)  # noqa: TRY400
         status = ending.status
     finally:
@@ -120,16 +111,14 @@ async def _start_metrics_port(
     settings: WorkerSettings,
     metrics: WorkerMetrics,
     engine: Engine,
-    connections: Sequence[LeaderConnection],
+    connection: LeaderConnection,
 ) -> None:
-    """Serve metrics and health probes until the stack closes, if `metrics_port` is set. `connections` may grow later."""
+    """Serve metrics and health probes until the stack closes, if `metrics_port` is set."""
     if settings.metrics_port is None:
         return
     metrics.watch(lambda: engine.busy, lambda: len(engine.stages))
     if engine.device.type == "cuda":
         metrics.registry.register(stack.enter_context(GpuCollector(engine.device).running()))
 
-    def ready() -> bool:
-        return any(connection.serving for connection in connections)
-
-    await stack.enter_async_context(metrics_port(settings.metrics_host, settings.metrics_port, metrics.scrape, ready))
+    port = metrics_port(settings.metrics_host, settings.metrics_port, metrics.scrape, lambda: connection.serving)
+    await stack.enter_async_context(port)

@@ -1,12 +1,10 @@
 """Serves one leader in one world: receives stages and weights, loads them, and computes batches until the world ends."""
 
-import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
 
 from multiworld import Cause, World
-from multiworld.texts import one_line
 from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.wire.inputs import RowsLost, RowsLostError
@@ -20,12 +18,9 @@ from multiworld_serving.common.wire.work import (
     FetchWeights,
     Leaving,
     Loaded,
-    Obeys,
-    Refused,
     Release,
     Restart,
     StageAssignment,
-    Unable,
     Unload,
     Weights,
 )
@@ -35,14 +30,11 @@ from multiworld_serving.workers.exit_timer import (
     arm_exit_timer,
     is_out_of_memory,
 )
-from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability.metrics import Outcome, WorkerMetrics
 from multiworld_serving.workers.stage_loader import AssignedStage
 
 logger = logging.getLogger(__name__)
 
-_REPORT_S = 1.0
-"""How often this worker looks whether it obeys another leader now."""
 _UNCLAIMED_S = 10.0
 """How long the output of the last stage is kept for frontends that do not fetch it."""
 LEADER_RANK = 0
@@ -55,7 +47,6 @@ class Session:
         world: ready, of size 2; the leader is rank 0.
         edges: of this process.
         on_restart: called when the leader asks this process to exit, so that its supervisor starts it again.
-        place: of the leader among all leaders; None: it is the only one.
     """
 
     def __init__(
@@ -65,15 +56,16 @@ class Session:
         edges: Edges,
         on_restart: Callable[[], object] = lambda: None,
         metrics: WorkerMetrics | None = None,
-        place: LeaderPlace | None = None,
     ) -> None:
         self.serving = False
         """True once a stage is loaded and warmed up."""
         self.device_failed = False
         """True once a batch failed because the GPU cannot be used by this process any more. The world ends then."""
+        self.released = False
+        """True once the leader has asked this worker to join another one."""
         self._on_restart = on_restart
-        self._place = place or LeaderPlace(LeaderOrder(), 0, "")
-        self._place.leave = self.leave
+        self._stages: dict[tuple[int, int], AssignedStage] = {}
+        """Those that the leader has assigned and not unloaded, by version and index."""
         self._engine = engine
         self._metrics = metrics or WorkerMetrics()
         self._edges = edges
@@ -83,34 +75,25 @@ class Session:
 
     async def run(self) -> LinkLostError:
         """Serve until the world ends. Returns why it ended."""
-        left, world = False, self._link.world
-        reporting = asyncio.create_task(self._report())
+        cause, world = Cause.LEFT, self._link.world
         try:
             lost = await self._link.run()
-            left = lost.cause is Cause.LEFT
+            cause = lost.cause
             if lost.failed and lost.ending is None:
                 logger.error("world=%s the leader sent an %s", world.name, lost)
                 world.fail(Cause.ABORTED, world.rank, str(lost))
             return lost
         finally:
-            reporting.cancel()
-            self._place.stages.clear()
+            if cause is not Cause.ABORTED:  # otherwise a stage may have failed its self-test
+                self._engine.keep(stage.loaded for stage in self._stages.values() if stage.loaded is not None)
+            self._stages.clear()
             # Frontends may still fetch the last answers if the leader closed the world on purpose.
-            self._edges.store.drop_owner(self, expiring=not left)
+            self._edges.store.drop_owner(self, expiring=cause is not Cause.LEFT)
             release_free_memory()
 
     def leave(self) -> None:
         """Tell the leader that this worker leaves. The leader sends no new batches, and closes the world after the last answer."""
         self._link.send(Leaving())
-
-    async def _report(self) -> None:
-        """Tell the leader which leader this worker obeys."""
-        obeyed: str | None = None
-        while True:
-            await asyncio.sleep(_REPORT_S)
-            if obeyed != self._place.obeyed:
-                obeyed = self._place.obeyed
-                self._link.send(Obeys(obeyed))
 
     def _receive(self, received: Received) -> None:
         """Handle a message of the leader. Raises WireError if the leader may not send it now."""
@@ -118,7 +101,7 @@ class Session:
         match received.body:
             case Batch() as batch:
                 stage = self._stage(batch)
-                most = stage.assignment.window * len(self._place.stages) + 1  # one is a self-test
+                most = stage.assignment.window * len(self._stages) + 1  # one is a self-test
                 if self._batches >= most:
                     raise WireError(f"a batch while {self._batches} others have no result")
                 self._batches += 1
@@ -129,12 +112,11 @@ class Session:
                 self._stage(weights).add(received.payload)
             case Release(outputs):
                 self._edges.store.release(outputs, self)
-            case Unable(why):
-                self._place.unable = bool(why)
-                logger.info("world=%s leader=%s %s", name, self._place.name, one_line(why) or "can serve again")
+            case Leaving():
+                self.released = True
             case Unload(version):
                 logger.info("world=%s unloaded version number %d", name, version)
-                self._place.unloaded(version)
+                self._stages = {key: stage for key, stage in self._stages.items() if key[0] != version}
                 release_free_memory()
             case Restart():
                 logger.info("world=%s the leader asks for a restart", name)
@@ -143,25 +125,21 @@ class Session:
                 raise WireError(f"unexpected {type(body).__name__} from a leader")
 
     def _stage(self, message: Batch | Weights) -> AssignedStage:
-        stage = self._place.stages.get((message.version, message.stage))
+        stage = self._stages.get((message.version, message.stage))
         if stage is None:
             what = type(message).__name__
             raise WireError(f"{what} of stage {message.stage}, version {message.version}, which is not assigned")
         return stage
 
-    async def _load(self, assignment: StageAssignment, number: int) -> Loaded | Refused:
+    async def _load(self, assignment: StageAssignment, number: int) -> Loaded:
         """Load a stage. Other stages keep serving meanwhile. If the worker has just joined, the leader ends the world after an error."""
         world = self._link.world
         try:
             stage = AssignedStage(assignment)
             spec = stage.spec
-            if stage.key in self._place.stages:
+            if stage.key in self._stages:
                 raise WireError(f"stage {spec.index} of version {assignment.version} is assigned a second time")
-            if not self._place.accepts(stage.digest):
-                text = f"it obeys leader {self._place.obeyed}, which has not assigned this version of the stage with equal settings"
-                logger.info("world=%s stage=%d refused: %s", world.name, spec.index, text)
-                return Refused(text)
-            self._place.assigned(stage)
+            self._stages[stage.key] = stage
             self._link.max_bytes = max(self._link.max_bytes, stage.max_batch_bytes, assignment.weights_bytes)
             fetch = partial(self._link.reply, number, FetchWeights(), kind=Kind.STEP)
             load_s = await stage.load(self._engine, self, fetch)
@@ -171,7 +149,6 @@ class Session:
         assert stage.loaded is not None, "`load` has returned"
         made = stage.loaded.optimized
         self._metrics.stage_loaded(spec.index)
-        self._place.loaded()
         self.serving = True
         how = f"loaded in {load_s:.2f} s" if load_s else "is in memory already"
         logger.info(

@@ -1,5 +1,4 @@
-"""The stages that one leader assigns: their weights as they arrive, and loading them, unless this worker has loaded them for another
-leader."""
+"""Receives and loads the stages that the leader assigns; reuses those that are in memory since the last leader was lost."""
 
 import asyncio
 import hashlib
@@ -94,7 +93,7 @@ class AssignedStage:
             self._complete.set()
 
     async def load(self, engine: Engine, owner: object, fetch: Callable[[], None]) -> float:
-        """Load it, unless it is in memory. Other sessions serve it too from then on. Returns the seconds that loading took.
+        """Load it, unless it is in memory. Returns the seconds that loading took.
 
         Args:
             owner: of the jobs.
@@ -105,21 +104,21 @@ class AssignedStage:
                 device cannot run it.
         """
         assignment, stages = self.assignment, engine.stages
-        async with engine.turns.setdefault(self.digest, asyncio.Lock()):
-            if (found := stages.get(self.digest)) is not None:
-                self.loaded = found
-                return 0.0
-            if stages:  # the kernel's OOM killer would end the stages that serve as well
-                check_memory(_COPIES_OF_WEIGHTS * assignment.weights_bytes)
-            self._weights = weights = torch.empty(assignment.weights_bytes, dtype=torch.uint8)
-            fetch()
-            await self._complete.wait()
-            began_s = time.monotonic()
-            self._weights = None
-            await engine.loader.run(owner, partial(_check_weights, weights, assignment.weights_sha256))
-            tuning = Tuning(assignment.precision, assignment.optimize)
-            task = StageTask(self.spec, weights, assignment.max_batch_size, tuning)
-            self.loaded = stages[self.digest] = await engine.load(owner, task)
+        if (found := stages.get(self.digest)) is not None:
+            self.loaded = found
+            return 0.0
+        engine.drop_kept()
+        if stages:  # the kernel's OOM killer would end the stages that serve as well
+            check_memory(_COPIES_OF_WEIGHTS * assignment.weights_bytes)
+        self._weights = weights = torch.empty(assignment.weights_bytes, dtype=torch.uint8)
+        fetch()
+        await self._complete.wait()
+        began_s = time.monotonic()
+        self._weights = None
+        await engine.loader.run(owner, partial(_check_weights, weights, assignment.weights_sha256))
+        tuning = Tuning(assignment.precision, assignment.optimize)
+        task = StageTask(self.spec, weights, assignment.max_batch_size, tuning)
+        self.loaded = stages[self.digest] = await engine.load(owner, task)
         if tuning.optimize == "compile":
             compiling = asyncio.create_task(_compile_and_replace(engine, weakref.ref(self.loaded), task))
             _compiling.add(compiling)
@@ -135,7 +134,7 @@ def _check_weights(weights: Tensor, announced: str) -> None:
 
 
 async def _compile_and_replace(engine: Engine, serving: "weakref.ref[LoadedStage]", task: StageTask) -> None:
-    """Compile a stage while it serves. Independent of the leader that assigned it, because others may serve it as well."""
+    """Compile a stage while it serves. Independent of the leader that assigned it, because the next one may use it as well."""
     index = task.spec.index
     try:
         made = await engine.compile(task, lambda: serving() is not None)

@@ -14,6 +14,8 @@ left: the worker left on purpose; broken: it failed."""
 
 ServiceState = Literal["ready", "degraded", "not_ready", "unloaded", "draining"]
 """degraded: it serves, but the next failure may end that: a stage has lost its spare replica, or a leader is not ready."""
+LeaderCondition = Literal["ready", "standby", "not_ready", "draining", "unloaded", "unreachable"]
+"""standby: it would serve if workers joined it; they have joined another leader."""
 _SHOWN_CHARACTERS = 300
 """Of the error of a worker in the reason why a stage cannot serve."""
 
@@ -81,7 +83,7 @@ class LeaderSnapshot:
 
     address: str
     """HOST:PORT of its join port."""
-    state: Literal["ready", "not_ready", "draining", "unloaded", "unreachable"]
+    state: LeaderCondition
     name: str | None = None
     """None: it was never reached."""
     host: str | None = None
@@ -162,6 +164,12 @@ class PipelineSnapshot:
         object.__setattr__(self, "reasons", tuple(reasons))
 
     @property
+    def has_workers(self) -> bool:
+        """Whether a worker has joined this leader."""
+        replicas = (*self.spares, *(replica for stage in self.stages for replica in stage.replicas))
+        return any(replica.state not in ("absent", "left", "broken") for replica in replicas)
+
+    @property
     def missing_stages(self) -> tuple[int, ...]:
         """The stages without a ready replica."""
         return tuple(stage.index for stage in self.stages if not stage.ready_replicas)
@@ -194,7 +202,7 @@ def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]
     reasons += [
         f"leader {leader.name or leader.address} {leader.obstacle or 'is ' + leader.state.replace('_', ' ')}"
         for leader in snapshot.leaders
-        if leader.state != "ready"
+        if leader.state not in ("ready", "standby")
     ]
     return ("degraded" if reasons else "ready"), reasons
 

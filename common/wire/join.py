@@ -1,6 +1,5 @@
 """Messages for joining: a worker or frontend sends a join request, and the leader responds with a JoinOffer."""
 
-from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Annotated, Self
 
@@ -27,8 +26,8 @@ EDGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 """By name, the dtypes as which float32 tensors may travel between stages."""
 _MAX_JOIN_WORLD_S = 15.0
 """Limit for joining a world. The leader's own limit is shorter."""
-MAX_PARTS = 64
-"""Most parts in a JoinRequest."""
+MAX_HELD = 64
+"""Most stages in a JoinRequest."""
 
 Name = Annotated[str, Meta(pattern=rf"^[!-~]{{1,{MAX_NAME_CHARS}}}\Z")]
 """Printable ASCII characters without spaces: names appear in logs, metrics and the status."""
@@ -39,9 +38,8 @@ Holder = Annotated[str, Meta(pattern=r"^[!-~]+\Z", max_length=MAX_HOLDER_CHARS)]
 """A producer of tensors: HOST:PORT/INCARNATION."""
 NoHolder = Annotated[str, Meta(pattern=r"^([!-~]+/[!-~]+)?\Z", max_length=MAX_HOLDER_CHARS)]
 """A producer, or nothing."""
-Question = str | Callable[[], Awaitable[str]]
-"""A join request as JSON, or what makes it when the connection is open."""
 Pid = Annotated[int, Meta(ge=1, lt=1 << 32)]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class JsonMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,9 +64,9 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     Attributes:
         host, pid: where the worker runs, for operators; `host` is its --advertise-host.
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
-        world: its world of the leader that has assigned these stages, so that all leaders give it the same name.
-        parts: comma-separated `BundleStageSpec.part`s of the stages that it holds, as assigned by the leader that it obeys.
-        obeys: name of the leader that it obeys instead of this one; empty if it obeys this one.
+        held: `StageAssignment.digest`s of the stages that it has in memory.
+        serves: whether another leader has it now. It asks whether it may move here.
+        alone: whether no other leader takes it.
         protocol: must be the leader's.
         release: of the worker, for messages.
     """
@@ -77,10 +75,10 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     device: Name
     host: Host
     pid: Pid
-    parts: Annotated[str, Meta(pattern=rf"^([0-9a-f]{{16}}(,[0-9a-f]{{16}}){{0,{MAX_PARTS - 1}}})?\Z")] = ""
-    obeys: NoName = ""
+    held: Annotated[tuple[Digest, ...], Meta(max_length=MAX_HELD)] = ()
+    serves: bool = False
+    alone: bool = False
     edge: NoHolder = ""
-    world: NoName = ""
     protocol: int = PROTOCOL
     release: Name = RELEASE
 
@@ -153,18 +151,18 @@ class JoinOffer(JsonMessage, frozen=True, forbid_unknown_fields=True):
         world: empty if there is none now. Ask again after `wait_ms`, not before.
         wait_ms: at most a day, the longest quarantine of a failing worker.
         address: HOST:PORT to join at; empty for the address that the request was sent to.
-        leader: name of the leader that offers a world to a worker.
+        elsewhere: whether a worker joins this leader only if no other one takes it.
     """
 
     world: NoName
     generation: int
     wait_ms: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     address: str = ""
-    leader: NoName = ""
+    elsewhere: bool = False
 
     @classmethod
     async def ask(
-        cls, address: Address, question: Question, *, secret: bytes, timeout_s: float, bind_host: str = ""
+        cls, address: Address, question: str, *, secret: bytes, timeout_s: float, bind_host: str = ""
     ) -> Self:
         """Ask the process that listens at `address` for a world. Raises AskError, PermissionError, WireError, OSError."""
         answer = await ask(*address, question, secret=secret, timeout_s=timeout_s, bind_host=bind_host)

@@ -23,7 +23,7 @@ _Version = Annotated[int, Meta(ge=1, lt=1 << 32)]
 class StageAssignment(Body, frozen=True):
     """Leader to worker: load and serve a stage, next to those of other versions, until it is unloaded.
 
-    Replies: the step FetchWeights unless the worker has the stage, then Loaded, Refused or Failed.
+    Replies: the step FetchWeights unless the worker has the stage, then Loaded or Failed.
 
     Attributes:
         spec: a models.BundleStageSpec as JSON.
@@ -71,12 +71,6 @@ class Weights(Body, frozen=True):
 
 class Loaded(Body, frozen=True):
     """Worker to leader: the stage is loaded and warmed up."""
-
-
-class Refused(Body, frozen=True):
-    """Worker to leader: it obeys another leader, which has not assigned this stage."""
-
-    why: str
 
 
 class Batch(Body, frozen=True):
@@ -131,24 +125,15 @@ class Unload(Body, frozen=True):
     version: int
 
 
-class Unable(Body, frozen=True):
-    """Leader to worker: why the leader cannot serve what the other leaders serve; empty: it can."""
-
-    why: str
-
-
 class Restart(Body, frozen=True):
     """Leader to worker: leave and exit. The supervisor starts the process again."""
 
 
 class Leaving(Body, frozen=True):
-    """Worker to leader: send no new batches, and close the world after the last reply."""
+    """Worker to leader: send no new batches, and close the world after the last reply.
 
-
-class Obeys(Body, frozen=True):
-    """Worker to leader: the name of the leader that the worker obeys instead of this one; empty: this one."""
-
-    leader: str
+    Leader to worker: this leader stops, or cannot serve what the other leaders serve. Join any other leader that can.
+    """
 
 
 WORKER_PROTOCOL = Protocol(
@@ -156,16 +141,13 @@ WORKER_PROTOCOL = Protocol(
     | FetchWeights
     | Weights
     | Loaded
-    | Refused
     | Batch
     | Computed
     | RowsLost
     | Failed
     | Release
     | Unload
-    | Unable
     | Restart
-    | Leaving
-    | Obeys,
+    | Leaving,
     Failed.of,
 )

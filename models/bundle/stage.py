@@ -5,7 +5,6 @@ The bytes are the length of the graph in 8 bytes, its JSON, spaces, and the weig
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -88,11 +87,6 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
     def blocks(self) -> tuple[str, ...]:
         """Names of what crosses its boundaries, for people."""
         return tuple(dict.fromkeys((self.inputs[0].name, self.outputs[0].name)))
-
-    @property
-    def part(self) -> str:
-        """16 hexadecimal digits that identify this part of the model, whichever version of the weights it has."""
-        return hashlib.sha256(msgspec.structs.replace(self, version="any").to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from multiworld.control.frames import (
     MAX_HANDSHAKE_BYTES,
@@ -80,7 +80,7 @@ async def dial(
 async def ask(
     addr: str,
     port: int,
-    question: str | Callable[[], Awaitable[str]],
+    question: str,
     *,
     secret: bytes = b"",
     timeout_s: float = 10.0,
@@ -89,8 +89,6 @@ async def ask(
     """Send `question` to the process that listens on `addr`:`port` and return its answer.
 
     Args:
-        question: the text; or a function that returns it, called when the server has accepted the connection. It must return within
-            a few seconds, because the server waits for the question.
         bind_host: the local address of the connection; empty lets the kernel choose.
         timeout_s: seconds for the whole query.
     Raises:
@@ -101,8 +99,7 @@ async def ask(
         async with asyncio.timeout(timeout_s):
             sock, challenge = await _connect_to_any(addr, port, bind_host)
             with sock:
-                text = question if isinstance(question, str) else await question()
-                return await request(sock, challenge, secret, Hello(question=text), math.inf)
+                return await request(sock, challenge, secret, Hello(question=question), math.inf)
     except RefusedError as refusal:
         raise PermissionError(f"{addr}:{port} refused us: {refusal}") from None
     except TimeoutError:

@@ -95,7 +95,7 @@ class Leader:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stop()
+        self._registry.stop()
         await self._frontends.close()
         self.driver.close()
         self.serving.close()
@@ -109,6 +109,11 @@ class Leader:
     def ready(self) -> bool:
         """Whether every stage has a ready replica, and requests are not refused."""
         return self.driver.scheduler.ready and not (self.serving.draining or self.serving.served.unloaded)
+
+    @property
+    def available(self) -> bool:
+        """Whether it serves, or would if it had workers."""
+        return not (self.serving.draining or self.serving.served.unloaded or self.serving.obstacle)
 
     def snapshot(self) -> PipelineSnapshot:
         """The state of the pipeline now. Cheap: may be called several times a second."""
@@ -150,20 +155,17 @@ class Leader:
     # -- the end -------------------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, and wait at most `timeout_s` until the open ones are answered."""
+        """Refuse new requests, let workers join other leaders, and wait at most `timeout_s` until the open requests are answered."""
         open_rows = self.driver.requests.pending
         logger.info("stopping: waiting for %d open rows", len(open_rows))
-        self._stop()
+        self.serving.draining = True
+        self._registry.drain()
         self.driver.submit_event(Drain())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.serving.wait_idle()
         if open_rows:
             logger.warning("stopping with %d rows unanswered", len(open_rows))
-
-    def _stop(self) -> None:
-        self.serving.draining = True
-        self._registry.stop()
 
     # -- changes -------------------------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ async def _serve(settings: LeaderSettings, model: ServedModel, loader: ModelSour
                 return merge_metrics([("", model.name, (await metrics.scrape()).decode())]).encode()
 
             await stack.enter_async_context(
-                metrics_port(host, settings.metrics_port, scrape, lambda: leader.ready, required=True)
+                metrics_port(host, settings.metrics_port, scrape, lambda: leader.available, required=True)
             )
         logger.info(
             "leader %s listens join=%s:%d and waits until each of its %d stages has a worker",

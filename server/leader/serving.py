@@ -5,7 +5,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from multiworld.texts import one_line
 from multiworld_serving.common.service.administration import Desired, OperationInProgressError, VersionFailedError
 from multiworld_serving.common.service.predictor import ModelVersion
 from multiworld_serving.server.leader.operations import Operations
@@ -140,7 +139,7 @@ class Serving:
 
     def _set_obstacle(self, obstacle: str) -> None:
         self.obstacle = obstacle
-        self._registry.tell_obstacle(one_line(obstacle))
+        self._registry.set_unable(bool(obstacle))
         self._on_change()
 
     def _take_out_of_service(self, desired: Desired) -> None:

@@ -84,12 +84,12 @@ class Snapshot:
 
     @property
     def leaders_ready(self) -> bool:
-        """Every leader is ready."""
-        return all(leader.state == "ready" for leader in self.leaders)
+        """The first leader has the workers, and the others could take over."""
+        return all(leader.state == ("standby" if number else "ready") for number, leader in enumerate(self.leaders))
 
     @property
     def complete(self) -> bool:
-        """Every slot of every stage, and every leader, is ready."""
+        """Every slot of every stage is ready, and so are the leaders."""
         return self.leaders_ready and bool(self.replicas) and all(replica.ready for replica in self.replicas.values())
 
 

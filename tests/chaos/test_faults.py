@@ -59,7 +59,7 @@ def test_no_request_fails(service: LocalService, name: str) -> None:
 
 def test_leader_memory_is_stable_when_workers_are_killed_and_rejoin(service: LocalService) -> None:
     make_fault(service, "kill", FIRST)
-    wait_until(lambda: service.metric("multiworld_world_up") == 8)  # it has joined both leaders again
+    wait_until(lambda: service.metric("multiworld_world_up") == 4)  # it has joined again
     pids = service.child_pids("leader").values()
     before = [resources(pid) for pid in pids]
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_kill_of_a_worker_is_told_in_few_lines_which_name_it_equally(service: Lo
     logged = len(service.lines)
 
     def told() -> list[LogLine]:
-        """Of stage 0, without workers that seem to hang on a busy machine. Each leader numbers the replicas in its own order."""
+        """Of stage 0, without workers that seem to hang on a busy machine."""
         lines = [line for line in service.lines[logged:] if line["level"] == "warning" and line["cause"] != "hang"]
         return [line for line in lines if "world=s0.r" in line.message]
 
@@ -83,9 +83,9 @@ def test_kill_of_a_worker_is_told_in_few_lines_which_name_it_equally(service: Lo
         return [line["worker"] for line in told() if f"worker={line['worker']} ready->broken" in line.message]
 
     make_fault(service, "kill", FIRST)
-    wait_until(lambda: len(lost()) >= 2)  # at both leaders
-    assert len(set(lost())) == 1
-    assert len(told()) <= 4
+    wait_until(lost)
+    assert len(lost()) == 1
+    assert len(told()) <= 2
 
 
 def test_any_frontend_serves_status_and_metrics_of_all_processes(service: LocalService) -> None:
@@ -94,7 +94,7 @@ def test_any_frontend_serves_status_and_metrics_of_all_processes(service: LocalS
         os.kill(other, signal.SIGSTOP)
         try:
             with httpx.Client(base_url=service.url, timeout=60.0) as client:
-                # Ready: both leaders are. The frozen frontend is missing if this took longer than the heartbeat timeout.
+                # The frozen frontend is missing if this took longer than the heartbeat timeout.
                 status = ['"state":"ready","reasons":[]', f'"name":"frontend-{1 - slot}"']
                 metrics = [f'process="{each}"' for each in ("leader-0", "leader-1", "supervisor")]
                 for path, texts in (("/status", status), ("/metrics", metrics)):

@@ -136,7 +136,7 @@ def pids(service: LocalService, name: str) -> list[int]:
 
 def is_complete(service: LocalService, model: str) -> bool:
     status = httpx.get(f"{service.url}/status", params={"model": model}, timeout=60).json()
-    return [status["state"], *(leader["state"] for leader in status["leaders"])] == ["ready"] * 3
+    return [status["state"], *(leader["state"] for leader in status["leaders"])] == ["ready", "ready", "standby"]
 
 
 def faults_of_one_model_fail_no_request(service: LocalService) -> None:

@@ -21,7 +21,7 @@ from tests.unit.server.image_model import image_classifier
 
 SECRET = "a-secret-of-this-test"
 GOOD = {
-    **{"worker": "w", "device": "cpu", "host": "node-1", "pid": 12, "parts": "", "obeys": ""},
+    **{"worker": "w", "device": "cpu", "host": "node-1", "pid": 12, "held": ["a" * 64], "serves": False},
     **{"edge": "10.0.0.5:4000/0123abcd", "protocol": PROTOCOL, "release": RELEASE},
 }
 BAD = {
@@ -30,7 +30,7 @@ BAD = {
     "a very long name": ({**GOOD, "worker": "w" * 40_000}, "worker"),
     "a process that cannot be": ({**GOOD, "pid": -1}, "pid"),
     "an edge without an incarnation": ({**GOOD, "edge": "10.0.0.5:4000"}, "edge"),
-    "parts that are none": ({**GOOD, "parts": "0,1"}, "parts"),
+    "digests that are none": ({**GOOD, "held": ["0", "1"]}, "held"),
     "a number for a name": ({**GOOD, "worker": 1}, "JoinRequest: Expected `str`, got `int` - at `\\$.worker`"),
     "a field too many": ({**GOOD, "more": 1}, "unknown field `more`; do both sides run the same release"),
     "a field too few": ({"worker": "w", "protocol": PROTOCOL}, "missing required field `device`; do both"),

@@ -41,7 +41,6 @@ from multiworld_serving.server.leader.replicas.worker import (
 from multiworld_serving.server.leader.replicas.worker_link import KeptOutput, Outcome, WorkerLink
 from multiworld_serving.server.leader.versions.stage_plan import StagePlan
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.leader_order import LeaderPlace
 from multiworld_serving.workers.session import Session
 from tests.integration.members import managers
 from tests.resnets import resnet_plan, with_other_weights
@@ -142,9 +141,9 @@ class Pair:
             *(link.worker.id.world, 1, 2, WORLD_BACKEND), port=self.port, generation=link.worker.generation
         )
 
-    async def session(self, link: WorkerLink, own: Edges | None = None, place: LeaderPlace | None = None) -> Session:
+    async def session(self, link: WorkerLink, own: Edges | None = None) -> Session:
         """The session of a worker that joins this link."""
-        session = Session(await self.world(link), self.engine, own or unused_edges(), place=place)
+        session = Session(await self.world(link), self.engine, own or unused_edges())
         self.tasks.append(asyncio.create_task(session.run()))
         return session
 

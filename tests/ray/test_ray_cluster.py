@@ -74,7 +74,7 @@ def hosts(found: dict[str, Any]) -> list[set[str]]:
 
 def is_complete(found: dict[str, Any]) -> bool:
     leaders = [leader["state"] for leader in found.get("leaders", [])]
-    return leaders == ["ready", "ready"] and [len(nodes) for nodes in hosts(found)] == [2]
+    return leaders == ["ready", "standby"] and [len(nodes) for nodes in hosts(found)] == [2]
 
 
 def test_no_request_is_lost_when_a_node_is_killed_and_while_the_head_restarts(cluster: Cluster) -> None:

@@ -43,10 +43,10 @@ def ready_workers(cluster: SlurmCluster) -> dict[str, int]:
 
 
 def ready_leaders(cluster: SlurmCluster) -> set[int]:
-    """The process ids of the ready leaders."""
+    """The process ids of the leaders that serve or could take over."""
     with contextlib.suppress(httpx.TransportError, KeyError):
         leaders = httpx.get(f"http://{cluster.addresses['node1']}:8000/status", timeout=60).json()["leaders"]
-        return {each["pid"] for each in leaders if each["state"] == "ready"}
+        return {each["pid"] for each in leaders if each["state"] in ("ready", "standby")}
     return set()
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from multiworld_serving.common.config.process import check_memory
+from multiworld_serving.common.config.process import check_memory, release_free_memory
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
 from multiworld_serving.models.optimize.fusing import torch_threads
@@ -26,6 +26,8 @@ from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit
 
 logger = logging.getLogger(__name__)
 
+KEEP_S = 30.0
+"""How long stages stay in memory after the leader that has assigned them was lost."""
 _COMPILER_BYTES = 1 << 30
 """Memory of the compiler besides weights."""
 _COPIES_OF_WEIGHTS = 3
@@ -51,7 +53,7 @@ class StageTask:
 
 @dataclass(eq=False)
 class LoadedStage:
-    """A stage in memory. Sessions that serve it hold references; it is freed with the last one.
+    """A stage in memory. The session that serves it holds a reference; it is freed with the last one.
 
     Attributes:
         optimized: the module that computes it.
@@ -105,16 +107,14 @@ class Engine:
         nice: by how much the priority of its thread is lower than that of others, see nice(2).
 
     Attributes:
-        stages: the stages that are loaded, by `StageAssignment.digest`: each once, whichever leaders assigned it. It holds no
-            references: sessions do.
-        turns: held by the session that loads a stage, by its digest.
+        stages: the stages in memory, by `StageAssignment.digest`. It holds no references: the session does, and then `keep`.
     """
 
     def __init__(self, device: torch.device, nice: int = 0) -> None:
         self.device = device
         self.transfers = GpuTransfers(device) if device.type == "cuda" else Transfers()
         self.stages: WeakValueDictionary[str, LoadedStage] = WeakValueDictionary()
-        self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._kept: list[LoadedStage] = []
         self._threads, self._nice = torch.get_num_threads(), nice
         self._loader: Engine | None = self if device.type == "cuda" else None
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -137,6 +137,19 @@ class Engine:
         if self._loader not in (None, self):
             self._loader.close()
         self._jobs.put(None)
+
+    def keep(self, stages: Iterable[LoadedStage]) -> None:
+        """Keep these stages for the next leader for `KEEP_S`, or until memory for other ones is needed."""
+        self._kept = kept = list(stages)
+        asyncio.get_running_loop().call_later(KEEP_S, self._drop, kept)
+
+    def drop_kept(self) -> None:
+        """Free the stages of `keep` that no session uses."""
+        self._drop(self._kept)
+
+    def _drop(self, kept: list[LoadedStage]) -> None:
+        kept.clear()
+        release_free_memory()
 
     @property
     def busy(self) -> bool:

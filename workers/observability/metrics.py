@@ -30,11 +30,9 @@ class WorkerMetrics(ProgramMetrics):
             "worker_batches", "Batches finished at this worker, by outcome.", ("stage", "outcome")
         )
         self._compute_s = self.histogram("worker_compute_seconds", "Compute time of one batch.", _COMPUTE_S, ("stage",))
-        self._busy = self.gauge("worker_busy", "1 while the worker computes, for any leader.")
-        self._loaded = self.gauge(
-            "worker_stages_loaded", "Stages in the memory of this worker, each counted once for all leaders."
-        )
-        self._leaders = self.gauge("worker_leaders_connected", "Leaders that this worker is connected to now.")
+        self._busy = self.gauge("worker_busy", "1 while the worker computes.")
+        self._loaded = self.gauge("worker_stages_loaded", "Stages in the memory of this worker.")
+        self._leader = self.gauge("worker_leader_connected", "1 while this worker is connected to a leader.")
         self._joined = self.counter("worker_worlds_joined", "Worlds that this worker joined.")
         self._ended = self.counter("worker_worlds_ended", "Worlds of this worker that ended, by cause.", ("cause",))
         for cause in Cause:  # a series that is created by its first event has no increase()
@@ -64,11 +62,11 @@ class WorkerMetrics(ProgramMetrics):
     def world_joined(self) -> None:
         """Count a world that was joined."""
         self._joined.inc()
-        self._leaders.inc()
+        self._leader.set(1)
 
     def world_left(self) -> None:
-        """Decrease the number of connected leaders."""
-        self._leaders.dec()
+        """This worker has no leader now."""
+        self._leader.set(0)
 
     def world_ended(self, cause: str) -> None:
         """Count the end of a world; the cause is "left" when the leader closed it normally."""

@@ -10,11 +10,11 @@ import random
 import socket
 from typing import TYPE_CHECKING
 
-from multiworld import AskError, World, WorldError, WorldManager
+from multiworld import AskError, WorldError, WorldManager
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.service.messages import FRONTEND_PROTOCOL, MAX_BYTES, LeaderState, Metrics, Scrape
-from multiworld_serving.common.service.snapshots import LeaderSnapshot
+from multiworld_serving.common.service.snapshots import LeaderCondition, LeaderSnapshot
 from multiworld_serving.common.settings.serve import FrontendSettings
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
 from multiworld_serving.common.wire.link import Link, LinkLostError
@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 _LEADER_RANK = 0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
-_SILENT_HEARTBEATS = 2.25
-"""A leader is silent when no heartbeat has arrived for this many intervals: with the default of 0.2 s, one is missing and one is late."""
-_CHECK_S, _RECHECK_S = 0.1, 0.02
-"""Pauses between two checks for that. The second check follows soon, because this process itself may have been paused."""
 
 
 class LeaderLink:
@@ -45,7 +41,6 @@ class LeaderLink:
         state: last state reported by the leader; None while disconnected.
         name: of the leader, as known from its last state.
         was_ready: whether the leader has been ready since this link was formed.
-        is_silent: whether the leader may be frozen; see `LeaderPool.on_silent`.
     """
 
     def __init__(
@@ -60,7 +55,6 @@ class LeaderLink:
         self.state: LeaderState | None = None
         self.name: str | None = None
         self.was_ready = False
-        self.is_silent = False
         self._settings = settings
         self._pool = pool
         self._link: Link | None = None
@@ -82,11 +76,14 @@ class LeaderLink:
         if state is None:
             return LeaderSnapshot(str(self.address), "unreachable", self.label)
         pipeline = state.snapshot
-        condition = "draining" if pipeline.draining else "unloaded" if pipeline.unloaded else "not_ready"
-        ready = pipeline.ready and not state.obstacle
+        condition: LeaderCondition = (
+            "draining" if pipeline.draining else "unloaded" if pipeline.unloaded else "not_ready"
+        )
+        if condition == "not_ready" and not state.obstacle:
+            condition = "ready" if pipeline.ready else "not_ready" if pipeline.has_workers else "standby"
         return LeaderSnapshot(
             str(self.address),
-            "ready" if ready else condition,  # type: ignore[arg-type]  # mypy widens the literals
+            condition,
             self.label,
             state.host,
             state.pid,
@@ -144,7 +141,6 @@ class LeaderLink:
         offer = await self._ask()
         world = await offer.join(manager, self.address, self._settings.join_timeout_s)
         self._link = Link(world, _LEADER_RANK, FRONTEND_PROTOCOL, self._receive, MAX_BYTES)
-        watching = asyncio.create_task(self._watch(world)) if len(self._settings.leaders) > 1 else None
         try:
             lost = await self._link.run()
             if self.state is None:
@@ -152,22 +148,9 @@ class LeaderLink:
             log = logger.warning if lost.failed else logger.info
             log("leader=%s name=%s the link ended: %s", self.address, self.name, lost)
         finally:
-            if watching is not None:
-                watching.cancel()
             self._on_lost()
             with contextlib.suppress(WorldError):
                 await manager.close_world(world.name)
-
-    async def _watch(self, world: World) -> None:
-        """Keep `is_silent` until cancelled."""
-        limit_s, was_late = _SILENT_HEARTBEATS * self._settings.heartbeats["heartbeat_interval_s"], False
-        while True:
-            await asyncio.sleep(_RECHECK_S if was_late and not self.is_silent else _CHECK_S)
-            is_late = world.silence_s() > limit_s
-            if (is_late and was_late) != self.is_silent:
-                self.is_silent = not self.is_silent
-                self._pool.on_silent(self)
-            was_late = is_late
 
     async def _ask(self) -> JoinOffer:
         settings = self._settings
@@ -194,5 +177,5 @@ class LeaderLink:
                 raise ValueError(f"unexpected {type(body).__name__} from a leader")
 
     def _on_lost(self) -> None:
-        self._link, self.state, self.was_ready, self.is_silent = None, None, False, False
+        self._link, self.state, self.was_ready = None, None, False
         self._pool.on_state()

@@ -41,12 +41,12 @@ class LeaderOrder:
         self._changed = asyncio.Event()
 
     def find_candidates(self) -> None:
-        """Update `candidates`: first the ready leaders, then the usable ones, then the silent ones."""
+        """Update `candidates`: first the ready leaders, then the usable ones."""
         usable = [(link, link.state) for link in self.current if link.state is not None and link.usable]
         self._was_ready |= any(link.was_ready for link in self.links)
         if self._was_ready:  # a leader that has just started would reject them, because its workers have not joined yet
             usable = [(link, state) for link, state in usable if link.was_ready]
-        usable.sort(key=lambda each: (each[0].is_silent, not each[1].snapshot.ready))
+        usable.sort(key=lambda each: not each[1].snapshot.ready)
         self.candidates = [link for link, _ in usable]
 
     def _spread_desired(self) -> None:

@@ -6,7 +6,7 @@ there, and passes what that leader then serves on to the others, which follow. A
 A frontend keeps each request and its decoded input until it is answered, so it can send it to another leader:
 
     the leader is lost             the next leader that is ready; after two leaders failed with the same request it is rejected as poison
-    no heartbeat of it arrives     the next leader, before it is clear that the first one is lost; a late answer of the first one is dropped
+    its workers have left it       the leader that has them
     overloaded, no replica, …      one other leader, once, so that overload is not amplified
     a tensor cannot be fetched     a leader, which relays all tensors of the request
     the leader drains              another leader; the same one if there is no other and the request had been admitted
@@ -297,20 +297,16 @@ class LeaderPool:
     def on_state(self) -> None:
         """The state of a leader has changed, or it was lost."""
         self.leaders.update()
+        if self.ready:  # workers have left leaders that are not ready
+            for link in self.links:
+                if link.state is not None and not (link.state.snapshot.ready or link.state.snapshot.unloaded):
+                    link.connected().withdraw_calls("another leader has the workers")
         snapshot = self.snapshot()
         if self.name:
             usable = sum(link.usable for link in self.leaders.current)
             self.metrics.group_state(self.name, usable, len(self.links), snapshot.state)
         if any(link.state is not None for link in self.links):
             self._on_change(snapshot)
-
-    def on_silent(self, leader: LeaderLink) -> None:
-        """Handle a change of `is_silent`. Requests of a silent leader are sent to a leader that is not silent, if there is one."""
-        self.leaders.find_candidates()
-        candidates = self.leaders.candidates
-        if leader.is_silent and candidates and not candidates[0].is_silent:
-            logger.warning("leader=%s is silent: its requests go to leader=%s", leader.name, candidates[0].name)
-            leader.connected().withdraw_calls("no heartbeat has arrived from the leader")
 
     async def wait_idle(self) -> Done:
         """Return when no admitted request needs a leader that drains: there are none, or another leader is usable."""

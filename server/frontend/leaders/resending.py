@@ -98,9 +98,7 @@ class Resending:
                         f"{self._failures} leaders failed while they had this request; it is not sent to another one"
                     ) from error
                 self.resent += 1
-                self._metrics.resubmitted(
-                    self._model, "failed" if error.failed else "silent" if link.is_silent else "left"
-                )
+                self._metrics.resubmitted(self._model, "failed" if error.failed else "left")
                 await asyncio.sleep(0)  # a link that sends nothing more may still have to notice its end
             case RequestRejected():
                 if error.reason not in _TRY_ELSEWHERE or self.rejected:

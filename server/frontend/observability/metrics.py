@@ -31,8 +31,8 @@ class FrontendMetrics(ProgramMetrics):
         )
         self._resubmitted = self.counter(
             "requests_resubmitted",
-            "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped, silent = no "
-            "heartbeat arrived; otherwise the reason of its rejection.",
+            "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped, or its workers "
+            "left it; otherwise the reason of its rejection.",
             ("model", "reason"),
         )
 
@@ -42,11 +42,7 @@ class FrontendMetrics(ProgramMetrics):
         self._leaders_configured.labels(model).set(configured)
         for state in get_args(ServiceState):
             self._service_state.labels(model, state).set(state == current)
-        for reason in (
-            "failed",
-            "left",
-            "silent",
-        ):  # Prometheus sees no increase if a series first appears with value 1
+        for reason in ("failed", "left"):  # Prometheus sees no increase if a series first appears with value 1
             self._resubmitted.labels(model, reason)
 
     def resubmitted(self, model: str, reason: str) -> None:

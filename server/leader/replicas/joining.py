@@ -23,12 +23,12 @@ _MAX_FAILED_STARTS = 8
 """A worker process that fails so often in a row to load a version, or to compute its self-test, is not admitted for this version again."""
 _GIVEN_UP_S = 30.0
 """When such a worker asks again."""
-_RETRY_WHILE_DRAINING_S = 1.0
-_WORKERS_RETURN_S = 6.0
-"""After a leader has started, workers of other leaders join within this time: the longest pause between their attempts is 5 s. Until then
-they keep what they hold."""
-_RETRY_UNASSIGNED_S = 0.25
-"""When a worker that obeys another leader asks again, if that leader has assigned it no stage yet, or if this one cannot serve."""
+ELSEWHERE_S = 1.0
+"""When a worker asks again that no leader takes."""
+_WORKERS_RETURN_S = 2.5
+"""Workers that have lost their leader join the next one within this time of each other: the longest pause between their attempts is 2 s."""
+_MOVE_S = 0.1
+"""When a worker asks again that may not move here yet."""
 
 
 class Joining:
@@ -37,23 +37,29 @@ class Joining:
         manager: hosts the worlds of the workers.
         port: where workers join; final after `listen`.
         closed: whether no worker may join any more.
-        obstacle: why this leader cannot serve what the other leaders serve; empty if it can. Workers that obey another leader must wait.
+        unable: whether this leader cannot serve what the other leaders serve. Only workers that no other leader takes may join.
         breaker: counts the failures of each worker.
     """
 
     def __init__(
-        self, versions: VersionTable, settings: LeaderSettings, placement: Placement, goal: Goal, manager: WorldManager
+        self,
+        versions: VersionTable,
+        settings: LeaderSettings,
+        placement: Placement,
+        goal: Goal,
+        manager: WorldManager,
+        max_batch_size: int,
     ) -> None:
         self.manager = manager
         self.port = settings.join_port
         self.closed = False
-        self.obstacle = ""
+        self.unable = False
         self.breaker = Breaker()
         self._versions = versions
         self._settings = settings
         self._placement = placement
         self._goal = goal
-        self._listening_since_s = float("-inf")
+        self._max_batch_size = max_batch_size
 
     def listen(self) -> None:
         """Listen for workers. Raises OSError if the port is not available."""
@@ -61,18 +67,15 @@ class Joining:
         if settings.join_fd is not None:
             sock = socket.socket(fileno=os.dup(settings.join_fd))
         self.port = self.manager.listen(settings.join_host, settings.join_port, sock)
-        self._listening_since_s = time.monotonic()
 
     def wait_s(self, request: JoinRequest) -> float:
         """Seconds until this worker may ask again; 0 if it may join now."""
-        if self.closed:
-            return _RETRY_WHILE_DRAINING_S
         former = self._placement.live_worker(request.worker)
         if former is None:
-            if request.obeys:
-                return 0.0 if self._held(request) and not self.obstacle else _RETRY_UNASSIGNED_S
             if self.breaker.given_up(request.worker, self._attempt(request)):
                 return _GIVEN_UP_S
+            if request.serves and not self._may_move(request):
+                return _MOVE_S
             if not all(map(self._placement.num_workers, range(self._placement.num_stages))):
                 return 0.0  # a stage has no worker: even a failing worker cannot make it worse
             return self.breaker.wait_s(request.worker, time.monotonic())
@@ -90,17 +93,28 @@ class Joining:
         return request.edge, self._versions.current.version.number
 
     def _held(self, request: JoinRequest) -> frozenset[int]:
-        """The stages of `request.parts`; none of a model that is partitioned differently."""
-        parts = request.parts.split(",")
-        return frozenset(plan.spec.index for plan in self._versions.current.stages if plan.spec.part in parts)
+        """The stages of the current version that this worker has in memory."""
+        stages = self._versions.current.stages
+        return frozenset(plan.spec.index for plan in stages if plan.digest(self._max_batch_size) in request.held)
+
+    def _may_move(self, request: JoinRequest) -> bool:
+        """Whether a worker of another leader may join now.
+
+        It must have what this leader serves in memory. Workers move one after another, and first those of stages that have none here. So
+        the other leader can serve until this one can.
+        """
+        held, stages = self._held(request), range(self._placement.num_stages)
+        missing = {stage for stage in stages if not self._placement.num_workers(stage)}
+        is_quiet = all(worker.state in ("ready", "draining") for worker in self._placement.workers())
+        return bool(held) and is_quiet and (not missing or bool(held & missing))
 
     def choose_slot(self, request: JoinRequest) -> Slot:
-        """A worker keeps what it holds if it obeys another leader, or if this leader has just started; otherwise it is placed."""
-        held, returning_until_s = self._held(request), self._listening_since_s + _WORKERS_RETURN_S
-        if held and (request.obeys or time.monotonic() < returning_until_s):
-            if not request.obeys:
-                self._goal.settle_until_s = returning_until_s
-            return self._placement.slot_holding(held, request.world)
+        """A worker that has had another leader keeps its stage; otherwise it is placed."""
+        held, now_s = self._held(request), time.monotonic()
+        if held and (now_s < self._goal.settle_until_s or not self._placement.num_workers()):
+            self._goal.settle_until_s = now_s + _WORKERS_RETURN_S
+        if held and (now_s < self._goal.settle_until_s or request.serves):
+            return self._placement.slot_holding(held)
         destined = self._goal.destined.pop(request.worker, None)
         return self._placement.free_slot(self._placement.choose_stage(request.host, held, destined))
 

@@ -168,17 +168,10 @@ class Placement:
             return self._new_slot(None)
         return self._slot_of_stage(stage)
 
-    def slot_holding(self, held: Collection[int], name: str = "") -> Slot:
-        """The slot for a worker that keeps the stages that it holds, at least one: of a spare if it holds all, otherwise of the stage.
-
-        It is the slot with this name if that is free. So all leaders call a worker the same.
-        """
+    def slot_holding(self, held: Collection[int]) -> Slot:
+        """The slot for a worker that keeps the stages that it holds, at least one: of a spare if it holds all, otherwise of the stage."""
         if len(held) == self.num_stages > 1:
             return self._new_slot(None)
-        slots = self._stages[min(held)]
-        named = next((index for index in slots.free if slots.by_index[index].id.name == name), None)
-        if named is not None:
-            return slots.by_index[named]
         return self.free_slot(0) if self.num_stages == 1 else self._slot_of_stage(min(held))
 
     def _slot_of_stage(self, stage: int) -> Slot:

@@ -39,15 +39,12 @@ class Loading:
 
     Attributes:
         give_up_s: when it is given up, if no worker has loaded it until then.
-        follows: whether other leaders serve the version, or load it, too. Then this leader switches to it as soon as a stage has no ready
-            worker: the workers obey another leader, and return with what they hold there, which may be this version only.
         losses: workers in a row that were lost while they loaded it.
         retry_s: no worker begins to load it before.
     """
 
     version: int
     give_up_s: float
-    follows: bool = False
     losses: int = 0
     retry_s: float = float("-inf")
 
@@ -69,7 +66,7 @@ class Goal:
         serving: the current version, and the former one until its requests have ended.
         loading: the version that is to follow.
         restart: the worker that is to be restarted.
-        settle_until_s: until then, workers that another leader has placed are expected: nothing is promoted or reassigned.
+        settle_until_s: until then, more workers with stages in memory are expected: nothing is promoted or reassigned.
         moved_s: when a worker was reassigned last.
         destined: the stage that a worker takes when it joins again, by name of the worker.
     """
@@ -215,9 +212,6 @@ def _load(loading: Loading, placement: Placement, steps: Steps, now_s: float) ->
         steps.now.append(GiveUp(f"{loading.losses} workers in a row were lost while they loaded it"))
         return
     stages = range(placement.num_stages)
-    if loading.follows and not all(map(placement.ready, stages)):
-        steps.now.append(Switch(version))
-        return
     missing = [stage for stage in stages if not any(version in worker.loaded for worker in placement.ready(stage))]
     if not missing and all(version in worker.loaded for worker in ready):
         steps.now.append(Switch(version))
@@ -265,8 +259,7 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
             if steps.at(max(settled_s, changed_s) + BALANCE_AFTER_S, now_s):
                 steps.now.append(move)
         return
-    movable = [worker for worker in candidates if worker.holds_all or not worker.obeys]
-    if not movable or len(candidates) < (placement.replicas + 1 if count else 2):
+    if len(candidates) < (placement.replicas + 1 if count else 2):
         return
     lost_s = [slot.worker.since_s for slot in placement.of_stage(fewest) if slot.worker is not None and slot.free]
     if steps.at(max([*lost_s, settled_s]) + (BALANCE_AFTER_S if count else REASSIGN_AFTER_S), now_s):
@@ -276,15 +269,15 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
             host = worker.request.host
             return -placement.count(fewest, host), placement.count(most, host)
 
-        steps.now.append(WorkerStep("move", max(movable, key=gain)))
+        steps.now.append(WorkerStep("move", max(candidates, key=gain)))
 
 
 def _missing_spare(placement: Placement) -> WorkerStep | None:
-    """A replica more than its stage needs joins again as a spare if one is missing: leaders that start together may place it so."""
+    """A replica more than its stage needs joins again as a spare if one is missing."""
     if placement.num_extra(None) >= placement.spares_wanted:
         return None
     stages = (stage for stage in range(placement.num_stages) if placement.num_workers(stage) > placement.replicas)
-    extra = (worker for stage in stages for worker in placement.ready(stage) if not worker.obeys)
+    extra = (worker for stage in stages for worker in placement.ready(stage))
     return next((WorkerStep("move", worker) for worker in extra), None)
 
 
@@ -295,10 +288,10 @@ def _separation(goal: Goal, placement: Placement) -> WorkerStep | None:
     return. Then the former stage lacks a replica, and the other one has one too many. No exchange reduces the number of hosts of a stage.
     """
     hosts = [Counter(each.request.host for each in placement.workers(stage)) for stage in range(placement.num_stages)]
-    giving = [{each.request.host for each in placement.ready(stage) if not each.obeys} for stage in range(len(hosts))]
+    giving = [{each.request.host for each in placement.ready(stage)} for stage in range(len(hosts))]
     for worker in placement.ready():
         stage, host = worker.slot.stage, worker.request.host
-        if stage is None or worker.obeys or hosts[stage][host] < 2:
+        if stage is None or hosts[stage][host] < 2:
             continue
         for other in range(placement.num_stages):
             if not hosts[other][host] and giving[other] - hosts[stage].keys():

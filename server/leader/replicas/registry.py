@@ -11,7 +11,7 @@ from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.wire.join import JoinOffer, JoinRequest
 from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.pipeline.driver import SchedulerDriver
-from multiworld_serving.server.leader.replicas.joining import Joining
+from multiworld_serving.server.leader.replicas.joining import ELSEWHERE_S, Joining
 from multiworld_serving.server.leader.replicas.paced import Paced
 from multiworld_serving.server.leader.replicas.placement import Placement
 from multiworld_serving.server.leader.replicas.reconcile import (
@@ -60,20 +60,27 @@ class WorkerRegistry:
     ) -> None:
         self.placement = Placement(len(versions.current.stages), settings.replicas, settings.spares)
         self.goal = Goal(versions.numbers)
-        self.joining = Joining(versions, settings, self.placement, self.goal, manager)
+        max_batch_size = driver.scheduler.config.max_batch_size
+        self.joining = Joining(versions, settings, self.placement, self.goal, manager, max_batch_size)
         self.rollout = Rollout(versions, self.placement, metrics, settings.join_timeout_s, self.reconcile)
         self._versions = versions
         self._settings = settings
         self._metrics = metrics
         self._driver = driver
         self._on_change = on_change
+        self._stopped = False
         self._links: dict[LinkId, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.passes = Paced(self._reconcile, self.placement.num_workers)
 
-    def stop(self) -> None:
-        """Admit no more workers."""
+    def drain(self) -> None:
+        """Admit no more workers, and ask the present ones to join other leaders."""
         self.joining.closed = True
+        self._release_workers()
+
+    def stop(self) -> None:
+        """Admit no more workers, and change nothing any more."""
+        self.joining.closed = self._stopped = True
         self.passes.cancel()
 
     async def close(self) -> None:
@@ -87,12 +94,15 @@ class WorkerRegistry:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def tell_obstacle(self, obstacle: str) -> None:
-        """Tell all present and later workers why this leader cannot serve. An empty text means that it can serve."""
-        if obstacle != self.joining.obstacle:
-            self.joining.obstacle = obstacle
-            for link in self._links.values():
-                link.tell_obstacle(obstacle)
+    def set_unable(self, unable: bool) -> None:
+        """Whether this leader cannot serve what the other leaders serve. Then it has only workers that no other leader takes."""
+        self.joining.unable = unable
+        if unable:
+            self._release_workers()
+
+    def _release_workers(self) -> None:
+        for link in self._links.values():
+            link.release_worker()
 
     # -- joining -------------------------------------------------------------------------------------------------------------
 
@@ -102,11 +112,12 @@ class WorkerRegistry:
         if former is not None and former.state == "joining" and not self.joining.closed:
             # Its world never formed: it did not receive the offer.
             self._links[former.id].fail(Cause.EXIT, "the worker asked to join again")
+        elif self.joining.closed or (self.joining.unable and not request.alone):
+            return JoinOffer("", 0, round(ELSEWHERE_S * 1000), elsewhere=True)
         elif wait_s := self.joining.wait_s(request):
             return JoinOffer("", 0, round(wait_s * 1000) + 1)
         worker = self._admit(request, host)
-        address, name = self._settings.advertised(self.joining.port), self._settings.name
-        return JoinOffer(worker.id.world, worker.generation, address=address, leader=name)
+        return JoinOffer(worker.id.world, worker.generation, address=self._settings.advertised(self.joining.port))
 
     def _admit(self, request: JoinRequest, host: str) -> Worker:
         slot = self.joining.choose_slot(request)
@@ -114,7 +125,6 @@ class WorkerRegistry:
         self.placement.take(slot, worker)
         plans = self._versions.current.stages_for(slot.id.stage)
         link = self._links[worker.id] = WorkerLink(worker, plans, self._on_state, self._driver.on_batch)
-        link.tell_obstacle(self.joining.obstacle)
         stage = "-" if slot.id.stage is None else slot.id.stage
         fields = *worker.id, stage, slot.id.index, worker.name, request.device, host, request.pid
         logger.info("world=%s generation=%d stage=%s replica=%d worker=%s device=%s host=%s pid=%d joining", *fields)
@@ -155,7 +165,7 @@ class WorkerRegistry:
         retiring, scheduler = self._versions.retiring, self._driver.scheduler
         if (
             retiring is None
-            or scheduler.current_version != self._versions.current.key
+            or scheduler.current_version not in (None, self._versions.current.key)
             or scheduler.batches_of(retiring.key)
         ):
             return False
@@ -182,10 +192,11 @@ class WorkerRegistry:
 
     def reconcile(self) -> None:
         """Perform steps soon, until there are none. Called after every change of a worker or of what is desired."""
-        if not self.joining.closed:
+        if not self._stopped:
             self.passes.ask()
 
     def _reconcile(self) -> None:
+        self._retire()  # a leader without workers has no events
         for _ in range(_MAX_ROUNDS):
             self.goal.serving, self.goal.loading = self._versions.numbers, self.rollout.loading
             steps = reconcile(self.goal, self.placement, time.monotonic())

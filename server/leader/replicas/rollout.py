@@ -21,10 +21,8 @@ from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.replicas.placement import Placement
 from multiworld_serving.server.leader.replicas.reconcile import Loading
 from multiworld_serving.server.leader.replicas.worker import (
-    AssignmentRefusedError,
     LinkEndedError,
     SelfTestError,
-    Worker,
 )
 from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
 from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
@@ -56,7 +54,6 @@ class Rollout:
         self.loading: Loading | None = None
         self._switched: asyncio.Future[None] | None = None
         self._on_switch: Callable[[], None] = lambda: None
-        self._refused_by: set[str] = set()
         self._versions = versions
         self._placement = placement
         self._metrics = metrics
@@ -68,15 +65,15 @@ class Rollout:
 
         Args:
             on_switch: called with the switch.
-            follows: see `Loading`.
+            follows: whether another leader serves it. Then this one switches at once, and its workers join again.
         Raises:
             VersionFailedError: a worker could not load it or failed the self-test, or too many were lost. Nothing has changed.
         """
         switched = asyncio.get_running_loop().create_future()
-        self.plan, self._switched, self._on_switch, self._refused_by = plan, switched, on_switch, set()
-        if self._placement.ready():
-            self.loading = Loading(plan.number, time.monotonic() + self._timeout_s, follows)
-        else:  # nothing serves the present version
+        self.plan, self._switched, self._on_switch = plan, switched, on_switch
+        if self._placement.ready() and not follows:
+            self.loading = Loading(plan.number, time.monotonic() + self._timeout_s)
+        else:
             self.switch()
         self._on_change()
         try:
@@ -124,8 +121,6 @@ class Rollout:
             why = f"worker {worker.name}: it has not loaded it within {self._timeout_s:g} s"
             link.fail(Cause.TIMEOUT, why)
             self.give_up(why)
-        except AssignmentRefusedError as error:
-            self._on_refusal(worker, error)
         except LinkEndedError as error:
             leaves = worker.state == "draining" or (worker.ending is not None and worker.ending.cause == Cause.LEFT)
             if not leaves and self.loading is not None:
@@ -134,19 +129,6 @@ class Rollout:
         finally:
             worker.busy_with = None
             self._on_change()
-
-    def _on_refusal(self, worker: Worker, error: AssignmentRefusedError) -> None:
-        """A worker obeys another leader, which has not loaded the version for this stage. It rejoins with the stage that it has there.
-
-        If the other leader is not to load the version, too, it is given up: if no other worker loads it, or the worker refuses twice.
-        """
-        if self.loading is None or self.loading.follows:
-            return
-        others = [other for other in self._placement.ready() if other is not worker]
-        is_loaded = any(self.loading.version in (*other.loaded, other.busy_with) for other in others)
-        if not is_loaded or worker.name in self._refused_by:
-            self.give_up(f"{error}; try again when that leader is ready")
-        self._refused_by.add(worker.name)
 
     @property
     def progress(self) -> RolloutProgress | None:

@@ -9,14 +9,13 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from multiworld.texts import one_line
 from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.service.snapshots import ReplicaState
 from multiworld_serving.common.wire.inputs import BatchInputs, RowsLostError
 from multiworld_serving.common.wire.link import Link
 from multiworld_serving.common.wire.protocol import WireError, rows_of_payload, rows_payload
-from multiworld_serving.common.wire.work import Batch, Computed, FetchWeights, Loaded, Refused, Weights, WorkFailedError
-from multiworld_serving.server.leader.replicas.worker import AssignmentRefusedError, SelfTestError, SentBatch, Worker
+from multiworld_serving.common.wire.work import Batch, Computed, FetchWeights, Loaded, Weights, WorkFailedError
+from multiworld_serving.server.leader.replicas.worker import SelfTestError, SentBatch, Worker
 from multiworld_serving.server.leader.versions.stage_plan import StagePlan
 
 
@@ -52,7 +51,7 @@ class StageLoading:
 
         Raises:
             SelfTestError: the worker cannot load a stage, or computes a wrong output.
-            AssignmentRefusedError, LinkLostError, WireError: see `WorkerLink.load`.
+            LinkLostError, WireError: see `WorkerLink.load`.
         """
         for plan in plans:
             try:
@@ -78,9 +77,6 @@ class StageLoading:
                     case FetchWeights():
                         await self._send_weights(link, plan)
                         self._enter_startup("warming")
-                    case Refused(why):
-                        self._enter("draining")
-                        raise AssignmentRefusedError(f"{self._worker.name} refuses stage {stage}: {one_line(why)}")
                     case Loaded():
                         release_free_memory()  # of the weights, which several threads have read
                     case _:

@@ -53,14 +53,12 @@ class Worker:
     """A worker that has joined this leader. The record ends with its link; a worker that joins again has a new one.
 
     Attributes:
-        request: name, host, device, memory and edge of the worker, and the leader that it obeyed when it joined.
+        request: name, host, device and edge of the worker.
         slot: its place. Updated when a spare is promoted.
         id: world name and generation.
         state: as `ReplicaState`. A spare is "ready" too. "draining": it gets no new batches.
         since_s: when `state` changed last, as `time.monotonic()`.
         ready_at_s: when it first was "ready".
-        obeys: name of the leader that the worker obeys instead of this one, as it reported; empty if it obeys this one.
-        holds_all: whether it has joined as a spare: it can serve any stage, also for a leader that it does not obey.
         loaded: numbers of the versions that the worker has loaded and that passed the self-test.
         replicas: its replicas at the scheduler, by version; the value says whether they still get new batches.
         busy_with: the version that it is loading while it serves; "restart" or "close" if its link is about to end.
@@ -73,7 +71,6 @@ class Worker:
     state: ReplicaState = "joining"
     since_s: float = field(default_factory=time.monotonic)
     ready_at_s: float | None = None
-    obeys: str = ""
     batches_done: int = 0
     loaded: set[int] = field(default_factory=set)
     replicas: dict[int, bool] = field(default_factory=dict)
@@ -82,8 +79,6 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.id = LinkId(self.slot.name, self.generation)
-        self.obeys = self.request.obeys
-        self.holds_all = self.slot.stage is None
 
     @property
     def name(self) -> str:
@@ -123,7 +118,3 @@ class SelfTestError(Exception):
 
 class LinkEndedError(Exception):
     """The link ended, or its worker is draining, before the operation was done."""
-
-
-class AssignmentRefusedError(LinkEndedError):
-    """The worker obeys another leader, which has not assigned this stage. The link drains: the worker joins again."""

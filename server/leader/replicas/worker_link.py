@@ -13,7 +13,6 @@ from functools import partial
 from torch import Tensor
 
 from multiworld import BrokenWorldException, Cause, JoinError, World, WorldManager
-from multiworld.texts import one_line
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.service.snapshots import ReplicaState
 from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef, RowsLost, Source
@@ -26,10 +25,8 @@ from multiworld_serving.common.wire.work import (
     Computed,
     Failed,
     Leaving,
-    Obeys,
     Release,
     Restart,
-    Unable,
     Unload,
 )
 from multiworld_serving.server.leader.replicas.stage_loading import StageLoading
@@ -106,7 +103,6 @@ class WorkerLink:
         self._on_batch = on_batch
         self._link: Link | None = None
         self._joining: asyncio.Task[World] | None = None
-        self._obstacle = ""
         self._unused: list[int] = []
         """Outputs that the worker keeps and nobody needs any more."""
         self._release_timer: asyncio.TimerHandle | None = None
@@ -121,8 +117,6 @@ class WorkerLink:
             offer, longest_s = JoinOffer(*self.worker.id), min(_JOIN_WORLD_S, join_timeout_s)
             self._joining = asyncio.create_task(offer.form(manager, 0, Address(host, port), longest_s))
             self._link = Link(await self._joining, _WORKER_RANK, WORKER_PROTOCOL, self._receive)
-            if self._obstacle:
-                self.tell_obstacle(self._obstacle)
             preparing = asyncio.create_task(self._prepare(self._link, join_timeout_s))
             self._lost(await self._link.run())
         except BrokenWorldException as broken:
@@ -195,10 +189,9 @@ class WorkerLink:
         self.worker.loaded.discard(version)
         self._loading.forget(version)
 
-    def tell_obstacle(self, obstacle: str) -> None:
-        """Tell the worker, as soon as it has joined, why this leader cannot serve. An empty text means that it can serve."""
-        self._obstacle = obstacle
-        self._send(Unable(obstacle))
+    def release_worker(self) -> None:
+        """Ask the worker to join any other leader that can serve. It stays as long as there is none."""
+        self._send(Leaving())
 
     def request_restart(self) -> None:
         """Ask the worker to leave and to restart its process."""
@@ -252,8 +245,6 @@ class WorkerLink:
                 self.drain()
             case Leaving():
                 self._abort(Cause.LEFT, "the worker left before it was ready")
-            case Obeys(leader):
-                self.worker.obeys = one_line(leader)
             case body:
                 raise WireError(f"unexpected {type(body).__name__} from a worker")
 
@@ -281,7 +272,7 @@ class WorkerLink:
             unused, self._unused = tuple(self._unused), []
             self._send(Release(unused))
 
-    def _send(self, body: Release | Unload | Unable | Restart) -> None:
+    def _send(self, body: Release | Unload | Leaving | Restart) -> None:
         if self._link is not None:
             self._link.send(body)
 

@@ -103,6 +103,10 @@ class StagePlan:
             edge_dtype=tuning.edge_dtype,
         )
 
+    def digest(self, max_batch_size: int) -> str:
+        """See `StageAssignment.digest`."""
+        return self.assignment(max_batch_size, 1).digest
+
     @property
     def sent_test_input(self) -> Tensor:
         """`self_test_input` as the worker receives it."""

@@ -82,9 +82,9 @@ class ScalingPolicy:
 
 
 def _surplus(need: Sequence[int], reports: Sequence[CapacityReport], workers: Collection[str]) -> Stop | None:
-    """The worker to stop: the one that was started last, of the stage that has the most replicas above its need at every leader.
+    """The worker to stop: the one that was started last, of the stage that has the most replicas above its need.
 
-    None if no stage has more replicas than it needs. A worker that has not joined every leader is neither counted nor stopped.
+    None if no stage has more replicas than it needs. A worker that has not joined a leader is neither counted nor stopped.
     """
 
     def slack(worker: str) -> int:
@@ -95,8 +95,7 @@ def _surplus(need: Sequence[int], reports: Sequence[CapacityReport], workers: Co
             for names, wanted in zip(report.serving, need, strict=True)
             if worker in names
         ]
-        joined = all(any(worker in names for names in report.serving) for report in reports)
-        return min(found) if found and joined else 0
+        return min(found, default=0)
 
     best = max(workers, key=lambda worker: (slack(worker), len(worker), worker), default=None)
     return Stop(best) if best is not None and slack(best) > 0 else None

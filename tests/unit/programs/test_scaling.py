@@ -66,10 +66,10 @@ def test_no_stage_falls_below_redundancy_when_workers_have_not_joined() -> None:
     assert experienced().decide([report((0.0, 0.0), "ac", "bd")], "abcdef", 0.0) is None
 
 
-def test_a_worker_is_not_stopped_when_a_leader_lacks_it_or_does_not_report() -> None:
-    low, lacking = report((0.0, 0.0), "ace", "bd"), report((0.0, 0.0), "ac", "bd")
-    assert experienced().decide([low, low], "abcde", 0.0) == Stop("e")
-    assert experienced().decide([low, lacking], "abcde", 0.0) is None
+def test_a_worker_is_not_stopped_when_no_leader_has_it_or_a_leader_does_not_report() -> None:
+    low, lacking, standby = (report((0.0, 0.0), *names) for names in (("ace", "bd"), ("ac", "bd"), ("", "")))
+    assert experienced().decide([low, standby], "abcde", 0.0) == Stop("e")
+    assert experienced().decide([lacking, standby], "abcde", 0.0) is None
     assert experienced().decide([low, None], "abcde", 0.0) is None
     assert experienced().decide([None, None], "abcde", 0.0) is None
 

@@ -93,13 +93,9 @@ class FakeLeader(LeaderLink):
     def is_lost(self) -> None:
         self._on_lost()
 
-    def is_heard(self, heard: bool) -> None:
-        """Whether its heartbeats arrive."""
-        self.is_silent = not heard
-        self.pool.on_silent(self)
-
     def withdraw_calls(self, detail: str) -> None:
-        self.withdrawn.set_exception(LinkLostError(detail, failed=False))
+        if not self.withdrawn.done():
+            self.withdrawn.set_exception(LinkLostError(detail, failed=False))
 
     def connected(self) -> Link:
         return cast(Link, self)

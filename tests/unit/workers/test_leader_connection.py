@@ -1,25 +1,29 @@
-"""A worker whose leader refuses it, and stages that take too long to build or compute."""
+"""Which leader a worker joins and moves to, leaders that refuse it, and stages that take too long to build or compute."""
 
 import asyncio
+import json
 import logging
 import os
 import re
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from pydantic import SecretStr
 
-from multiworld import WorldManager, texts
+from multiworld import Cause, World, WorldManager, texts
 from multiworld_serving.common.config.addresses import MAX_NAME_CHARS, Address
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.common.wire.join import JoinOffer
+from multiworld_serving.common.wire.link import Link
+from multiworld_serving.common.wire.protocol import Received
+from multiworld_serving.common.wire.work import WORKER_PROTOCOL, Leaving
+from multiworld_serving.workers import leader_connection
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
-from multiworld_serving.workers.leader_order import LeaderOrder
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
 from tests.unit.edges.edge_parts import unused_edges
@@ -28,23 +32,63 @@ from tests.waiting import Gate, until
 SECRET = "a-secret-of-this-test"
 
 
+class FakeLeader:
+    """Offers a world to each worker that asks, unless it has another answer.
+
+    Attributes:
+        answer: instead of a world.
+        asked: the requests.
+        world: that of the worker that has joined.
+    """
+
+    def __init__(self, secret: str = SECRET) -> None:
+        self.manager = WorldManager(secret=secret, verify_collectives=False)
+        self.port = self.manager.listen()
+        self.manager.answer("127.0.0.1", self.port, self._answer)
+        self.answer: JoinOffer | None = None
+        self.asked: list[dict[str, Any]] = []
+        self.world: World | None = None
+        self.link: Link | None = None
+        self._joining: list[asyncio.Task[None]] = []
+
+    async def _answer(self, question: str, _host: str) -> bytes:
+        self.asked.append(json.loads(question))
+        if self.answer is not None:
+            return self.answer.to_json().encode()
+        offer = JoinOffer("s0.r0", len(self._joining) + 1)
+        self._joining.append(asyncio.create_task(self._serve(offer)))
+        return offer.to_json().encode()
+
+    async def _serve(self, offer: JoinOffer) -> None:
+        self.world = await offer.form(self.manager, 0, Address("127.0.0.1", self.port), 60.0)
+        self.link = Link(self.world, 1, WORKER_PROTOCOL, self._receive)
+        await self.link.run()
+        self.world = self.link = None
+
+    def _receive(self, received: Received) -> None:
+        assert isinstance(received.body, Leaving)
+        assert self.world is not None
+        self.world.close()
+
+    async def close(self) -> None:
+        await self.manager.aclose()
+        await asyncio.gather(*self._joining, return_exceptions=True)
+
+
 @pytest.fixture
-async def leader() -> AsyncIterator[int]:
-    """The port of a leader with another token."""
-    async with WorldManager(secret="another-secret") as manager:
-        port = manager.listen()
-
-        async def nothing(question: str, host: str) -> bytes:
-            return b""
-
-        manager.answer("127.0.0.1", port, nothing)
-        yield port
+async def leaders() -> AsyncIterator[tuple[FakeLeader, FakeLeader]]:
+    made = FakeLeader(), FakeLeader()
+    yield made
+    for leader in made:
+        await leader.close()
 
 
-def connection(port: int, engine: Engine, *others: str) -> LeaderConnection:
-    settings = WorkerSettings(leader=",".join((f"127.0.0.1:{port}", *others)), token=SecretStr(SECRET))
-    worker = WorkerProcess(settings, engine, asyncio.Event(), LeaderOrder(), WorkerMetrics(), unused_edges())
-    return LeaderConnection(worker, WorldManager(secret=SECRET), Address("127.0.0.1", port))
+@pytest.fixture
+async def stranger() -> AsyncIterator[FakeLeader]:
+    """A leader with another token."""
+    made = FakeLeader("another-secret")
+    yield made
+    await made.close()
 
 
 @pytest.fixture
@@ -52,6 +96,93 @@ async def engine() -> AsyncIterator[Engine]:
     made = Engine(torch.device("cpu"))
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader_connection, "_MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(leader_connection, "_LOOK_S", 0.01)
+
+
+@pytest.fixture
+async def connections() -> AsyncIterator[list[asyncio.Task[None]]]:
+    running: list[asyncio.Task[None]] = []
+    yield running
+    for each in running:
+        each.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+def connection(engine: Engine, *ports: int) -> LeaderConnection:
+    addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+    settings = WorkerSettings(leader=addresses, token=SecretStr(SECRET), heartbeat_timeout_s=10)
+    worker = WorkerProcess(settings, engine, asyncio.Event(), WorkerMetrics(), unused_edges())
+    return LeaderConnection(worker, WorldManager(secret=SECRET, verify_collectives=False))
+
+
+def joined(leader: FakeLeader) -> World | None:
+    return leader.world if leader.link is not None else None
+
+
+# -- which leader --------------------------------------------------------------------------------------------------------------
+
+
+async def test_worker_joins_the_next_leader_when_the_first_is_lost_and_returns_when_that_takes_it(
+    engine: Engine, leaders: tuple[FakeLeader, FakeLeader], connections: list[asyncio.Task[None]]
+) -> None:
+    first, second = leaders
+    worker = connection(engine, first.port, second.port)
+    connections.append(asyncio.create_task(worker.run()))
+    await until(lambda: joined(first))
+    assert not second.asked
+    assert first.world is not None
+    first.answer = JoinOffer("", 0, wait_ms=1)
+    first.world.fail(Cause.HANG, 0, "it is frozen")
+    await until(lambda: joined(second))
+    assert [each["serves"] for each in second.asked] == [False]
+    asked = len(first.asked)
+    await asyncio.sleep(0.05)
+    assert len(first.asked) == asked, "it has nothing to serve yet, so it does not move"
+    assert worker._session is not None
+    worker._session.serving = True
+    await until(lambda: len(first.asked) > asked + 2)
+    assert all(each["serves"] for each in first.asked[asked:])
+    assert joined(second)
+    first.answer = None
+    await until(lambda: joined(first) and not joined(second))
+
+
+async def test_worker_moves_to_any_leader_when_its_own_one_asks_for_it(
+    engine: Engine, leaders: tuple[FakeLeader, FakeLeader], connections: list[asyncio.Task[None]]
+) -> None:
+    first, second = leaders
+    worker = connection(engine, first.port, second.port)
+    connections.append(asyncio.create_task(worker.run()))
+    await until(lambda: joined(first))
+    assert worker._session is not None
+    worker._session.serving = True
+    await asyncio.sleep(0.05)
+    assert not second.asked
+    assert first.link is not None
+    first.link.send(Leaving())
+    await until(lambda: joined(second) and not joined(first))
+
+
+async def test_leader_that_cannot_serve_gets_the_worker_when_no_other_one_takes_it(
+    engine: Engine, leaders: tuple[FakeLeader, FakeLeader], connections: list[asyncio.Task[None]]
+) -> None:
+    for leader in leaders:
+        leader.answer = JoinOffer("", 0, wait_ms=1, elsewhere=True)
+    first, second = leaders
+    connections.append(asyncio.create_task(connection(engine, first.port, second.port).run()))
+    await until(lambda: len(first.asked) >= 2)
+    assert [each["alone"] for each in first.asked[:2]] == [False, True]
+    assert not any(each["alone"] for each in second.asked)
+    second.answer = None
+    await until(lambda: joined(second))
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------------
 
 
 def test_default_name_is_valid_on_a_host_with_a_long_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,67 +193,63 @@ def test_default_name_is_valid_on_a_host_with_a_long_name(monkeypatch: pytest.Mo
     assert MAX_NAME_CHARS == texts.MAX_NAME_CHARS
 
 
-async def test_worker_ends_when_its_only_leader_refuses_its_token(leader: int, engine: Engine) -> None:
+async def test_worker_ends_when_its_only_leader_refuses_its_token(stranger: FakeLeader, engine: Engine) -> None:
     async with asyncio.timeout(60):
         with pytest.raises(UserError, match="rejects this worker's token"):
-            await connection(leader, engine).run()
+            await connection(engine, stranger.port).run()
 
 
 async def test_worker_of_several_leaders_continues_when_one_refuses_its_token(
-    leader: int, engine: Engine, caplog: pytest.LogCaptureFixture
+    stranger: FakeLeader,
+    engine: Engine,
+    caplog: pytest.LogCaptureFixture,
+    connections: list[asyncio.Task[None]],
 ) -> None:
-    serving = asyncio.create_task(connection(leader, engine, "127.0.0.1:1").run())
     caplog.set_level(logging.INFO)
-    await until(lambda: serving.done() or "rejects this worker's token" in caplog.text)
-    assert not serving.done()
-    assert "when it has loaded its model" not in caplog.text
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    connections.append(asyncio.create_task(connection(engine, stranger.port, 1).run()))
+    await until(lambda: connections[0].done() or "rejects this worker's token" in caplog.text)
+    assert not connections[0].done()
 
 
-async def test_worker_says_that_it_waits_when_nothing_listens(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_worker_says_that_it_waits_when_nothing_listens(
+    engine: Engine, caplog: pytest.LogCaptureFixture, connections: list[asyncio.Task[None]]
+) -> None:
     caplog.set_level(logging.INFO)
-    serving = asyncio.create_task(connection(1, engine).run())
-    await until(lambda: serving.done() or "which answers when it has loaded its model" in caplog.text)
-    assert not serving.done()
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    connections.append(asyncio.create_task(connection(engine, 1).run()))
+    await until(lambda: connections[0].done() or "which answers when it has loaded its model" in caplog.text)
+    assert not connections[0].done()
 
 
 async def test_worker_logs_once_when_its_leader_offers_no_world_several_times(
-    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    leaders: tuple[FakeLeader, FakeLeader],
+    caplog: pytest.LogCaptureFixture,
+    connections: list[asyncio.Task[None]],
 ) -> None:
-    monkeypatch.setattr("multiworld_serving.workers.leader_connection._MAX_BACKOFF_S", 0.01)
-    asked: list[str] = []
-
-    async def offer_no_world(question: str, host: str) -> bytes:
-        asked.append(question)
-        return JoinOffer("", 0).to_json().encode()
-
-    async with WorldManager(secret=SECRET) as manager:
-        port = manager.listen()
-        manager.answer("127.0.0.1", port, offer_no_world)
-        waiting = asyncio.create_task(connection(port, engine).run())
-        await until(lambda: waiting.done() or "asks this worker to wait" in caplog.text)
-        before = len(asked)
-        await until(lambda: waiting.done() or len(asked) > before + 3)
-        assert not waiting.done()
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+    leader = leaders[0]
+    leader.answer = JoinOffer("", 0)
+    connections.append(asyncio.create_task(connection(engine, leader.port).run()))
+    await until(lambda: connections[0].done() or "asks this worker to wait" in caplog.text)
+    before = len(leader.asked)
+    await until(lambda: connections[0].done() or len(leader.asked) > before + 3)
+    assert not connections[0].done()
     assert before >= 3
     assert caplog.text.count("asks this worker to wait") == 1
+
+
+# -- stages that hang ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_batch", [True, False], ids=["computed", "made"])
 async def test_building_a_stage_has_a_longer_limit_than_computing_a_batch(
     engine: Engine, is_batch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multiworld_serving.workers.leader_connection._BATCH_STUCK_S", 0.1)
-    monkeypatch.setattr("multiworld_serving.workers.leader_connection.arm_exit_timer", lambda seconds: None)
+    monkeypatch.setattr(leader_connection, "_BATCH_STUCK_S", 0.1)
+    monkeypatch.setattr(leader_connection, "arm_exit_timer", lambda seconds: None)
     session, work = cast(Session, SimpleNamespace(device_failed=False)), Gate()
     working = asyncio.create_task(engine.run(session, work, is_batch=is_batch))
     await work.until_begun()
-    looking = asyncio.create_task(connection(1, engine)._raise_if_stuck(session))
+    looking = asyncio.create_task(connection(engine, 1)._raise_if_stuck(session))
     done, _ = await asyncio.wait({looking}, timeout=60 if is_batch else 0.5)
     assert bool(done) == is_batch
     work.open()

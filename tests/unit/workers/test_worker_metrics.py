@@ -10,7 +10,6 @@ import torch
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.http.metrics_port import metrics_port
-from multiworld_serving.workers.leader_order import LeaderOrder, LeaderPlace
 from multiworld_serving.workers.observability import gpu
 from multiworld_serving.workers.observability.gpu import GpuCollector
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
@@ -24,9 +23,6 @@ def busy_worker() -> WorkerMetrics:
     collector = GpuCollector(CUDA, {name: (says, lambda device: 1.0) for name, (says, _) in gpu._READINGS.items()})
     collector._last = (time.monotonic(), list(collector._read()))
     metrics.registry.register(collector)
-    order = LeaderOrder()
-    order.links[0] = LeaderPlace(order, 0, "leader-0")
-    metrics.derived.register(order)
     return metrics
 
 
