@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import time
-from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from multiworld import AskError, Cause, WorldError, WorldManager
@@ -58,21 +57,6 @@ def _end_stuck(reason: str, status: int = EXIT_STUCK) -> NoReturn:
     raise StuckError(reason, status)
 
 
-@dataclass(frozen=True)
-class WorkerProcess:
-    """What a worker process has.
-
-    Attributes:
-        stop: set when the process must end. A restart request from a leader sets it too.
-    """
-
-    settings: WorkerSettings
-    engine: Engine
-    stop: asyncio.Event
-    metrics: WorkerMetrics
-    edges: Edges
-
-
 class _Found(NamedTuple):
     """A leader that offers a world."""
 
@@ -88,17 +72,28 @@ class LeaderConnection:
     finishes its batches before.
 
     Args:
-        manager: for the worlds of this worker.
+        stop: set when the process must end. A restart request from a leader sets it too.
     """
 
-    def __init__(self, worker: WorkerProcess, manager: WorldManager) -> None:
-        self._worker = worker
-        self._settings = worker.settings
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        edges: Edges,
+        manager: WorldManager,
+        metrics: WorkerMetrics,
+        stop: asyncio.Event,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._edges = edges
         self._manager = manager
+        self._metrics = metrics
+        self._stop = stop
         self._session: Session | None = None
         self._better: _Found | None = None
         """Where this worker moves to when its session has ended."""
-        self._failures = [0] * len(worker.settings.leaders)
+        self._failures = [0] * len(settings.leaders)
         """How often in a row each leader could not be asked or joined."""
         self._wait_s = 0.0
         """Minimum pause before the next join, as the last offer said."""
@@ -118,7 +113,7 @@ class LeaderConnection:
             StuckError: the stage hangs, or the GPU has failed.
         """
         staying = asyncio.create_task(self._stay_joined())
-        stop = asyncio.create_task(self._worker.stop.wait())
+        stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({staying, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not staying.done() and (session := self._session) is not None and session.serving:
@@ -137,7 +132,7 @@ class LeaderConnection:
     async def _stay_joined(self) -> None:
         """Serve in one world after another. Returns when a world has ended after `stop` was set. Raises as `run`."""
         first, failures = 0, 0
-        while not self._worker.stop.is_set():
+        while not self._stop.is_set():
             found, self._better = self._better or await self._find(first), None
             served = False
             if found is not None:
@@ -199,10 +194,10 @@ class LeaderConnection:
         leader, is_only = settings.leaders[number], len(settings.leaders) == 1
         request = JoinRequest(
             *(settings.name, settings.device, settings.advertise_host, os.getpid()),
-            held=tuple(self._worker.engine.stages.keys())[:MAX_HELD],
+            held=tuple(self._engine.stages.keys())[:MAX_HELD],
             serves=serves,
             alone=alone,
-            edge=self._worker.edges.holder,
+            edge=self._edges.holder,
         )
         try:
             offer = await JoinOffer.ask(
@@ -236,10 +231,10 @@ class LeaderConnection:
 
     async def _serve(self, found: _Found) -> tuple[Cause, bool]:
         """Join the offered world and serve in it until it ends. Returns why it ended, and whether a stage was served."""
-        worker, leader = self._worker, self._settings.leaders[found.number]
+        leader = self._settings.leaders[found.number]
         world = await found.offer.join(self._manager, leader, self._settings.join_timeout_s)
-        self._session = session = Session(world, worker.engine, worker.edges, worker.stop.set, worker.metrics)
-        worker.metrics.world_joined()
+        self._session = session = Session(world, self._engine, self._edges, self._stop.set, self._metrics)
+        self._metrics.world_joined()
         looking = asyncio.create_task(self._find_better(found.number, session))
         try:
             ending = await session.run()
@@ -251,13 +246,13 @@ class LeaderConnection:
                 world.generation,
                 ending.cause,
             )
-            worker.metrics.world_ended(ending.cause)
+            self._metrics.world_ended(ending.cause)
             await self._raise_if_stuck(session)
             return ending.cause, session.serving
         finally:
             looking.cancel()
             self._session = None
-            worker.metrics.world_left()
+            self._metrics.world_left()
             await self._manager.close_world(world.name)
 
     async def _raise_if_stuck(self, session: Session) -> None:
@@ -268,7 +263,7 @@ class LeaderConnection:
         if session.device_failed:
             _end_stuck(f"{self._settings.device} has failed for this process", EXIT_DEVICE_FAILED)
         began_s = time.monotonic()
-        while (job := self._worker.engine.job_of(session)) is not None:
+        while (job := self._engine.job_of(session)) is not None:
             now_s, longest_s = time.monotonic(), _BATCH_STUCK_S if job.is_batch else self._settings.join_timeout_s
             if now_s - began_s > longest_s:
                 what = "computing" if job.is_batch else "loading"

@@ -21,7 +21,7 @@ from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
-from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
+from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
 from multiworld_serving.workers.observability.gpu import GpuCollector
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 
@@ -83,7 +83,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
                     **settings.heartbeats,
                 )
             )
-            connection = LeaderConnection(WorkerProcess(settings, engine, stop, metrics, edges), manager)
+            connection = LeaderConnection(settings, engine, edges, manager, metrics, stop)
             await _start_metrics_port(stack, settings, metrics, engine, connection)
             await connection.run()
     except StuckError as ending:

@@ -96,6 +96,11 @@ class LeaderSnapshot:
     obstacle: str = ""
     """Why it cannot serve what the other leaders serve."""
 
+    @property
+    def available(self) -> bool:
+        """Whether it serves, or would if it had workers."""
+        return self.state in ("ready", "standby")
+
 
 @dataclass(frozen=True)
 class FrontendSnapshot:
@@ -202,7 +207,7 @@ def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]
     reasons += [
         f"leader {leader.name or leader.address} {leader.obstacle or 'is ' + leader.state.replace('_', ' ')}"
         for leader in snapshot.leaders
-        if leader.state not in ("ready", "standby")
+        if not leader.available
     ]
     return ("degraded" if reasons else "ready"), reasons
 

@@ -406,7 +406,7 @@ async def test_link_serves_two_versions_until_one_is_dropped(
     torch.testing.assert_close(await answered(pair, link, 4, version=1), old)
     link.unload(1)
     torch.testing.assert_close(await answered(pair, link, 5, version=2), new)
-    assert (1, 0) not in session._place.stages
+    assert (1, 0) not in session._stages
     assert (link.worker.state, link.worker.loaded) == ("ready", {2})
 
 

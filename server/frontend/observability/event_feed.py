@@ -93,12 +93,12 @@ class EventFeed:
         last, self._last = self._last, snapshot
         if last is not None and last.version != snapshot.version:
             self._emit("version_changed", detail=f"{last.version} to {snapshot.version}")
-        ready_before = {each.address for each in last.leaders if each.state == "ready"} if last else set()
+        ready_before = {each.address for each in last.leaders if each.available} if last else set()
         for leader in snapshot.leaders:
             name = leader.name or leader.address
-            if leader.state == "ready" and leader.address not in ready_before:
+            if leader.available and leader.address not in ready_before:
                 self._emit("leader_ready", detail=name)
-            elif leader.state != "ready" and leader.address in ready_before:
+            elif not leader.available and leader.address in ready_before:
                 self._emit("leader_lost", detail=f"{name} is {leader.state}")
         stages = {stage.index: stage for stage in last.stages} if last else {}
         same_leader = last is None or last.leader in (None, snapshot.leader)  # another one has other worlds

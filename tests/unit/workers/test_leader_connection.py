@@ -23,7 +23,7 @@ from multiworld_serving.common.wire.protocol import Received
 from multiworld_serving.common.wire.work import WORKER_PROTOCOL, Leaving
 from multiworld_serving.workers import leader_connection
 from multiworld_serving.workers.compute.engine import Engine
-from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError, WorkerProcess
+from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
 from tests.unit.edges.edge_parts import unused_edges
@@ -116,8 +116,8 @@ async def connections() -> AsyncIterator[list[asyncio.Task[None]]]:
 def connection(engine: Engine, *ports: int) -> LeaderConnection:
     addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
     settings = WorkerSettings(leader=addresses, token=SecretStr(SECRET), heartbeat_timeout_s=10)
-    worker = WorkerProcess(settings, engine, asyncio.Event(), WorkerMetrics(), unused_edges())
-    return LeaderConnection(worker, WorldManager(secret=SECRET, verify_collectives=False))
+    manager = WorldManager(secret=SECRET, verify_collectives=False)
+    return LeaderConnection(settings, engine, unused_edges(), manager, WorkerMetrics(), asyncio.Event())
 
 
 def joined(leader: FakeLeader) -> World | None:

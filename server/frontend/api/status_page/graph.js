@@ -190,5 +190,5 @@ function lines(before, after, places, boxBefore, boxAfter) {
 }
 
 function summary(made) {
-  return made.map(({ title, nodes }) => `${title}: ${nodes.filter((node) => node.state === "ready").length} of ${nodes.length} ready`).join("; ");
+  return made.map(({ title, nodes }) => `${title}: ${nodes.filter((node) => ["ready", "standby"].includes(node.state)).length} of ${nodes.length} ready`).join("; ");
 }
