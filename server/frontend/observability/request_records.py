@@ -164,8 +164,8 @@ class RequestRecorder:
             if record.status == CLIENT_CLOSED_REQUEST:
                 record.reason = "cancelled"
             self._count(record)
-            if self.traces is not None:
-                self.traces.end(scope, record)
+            if self.traces is not None and record.span is not None:
+                _end_span(self.traces, scope, record)
         if self.log_all or (record.protocol is not None and record.status >= 400):
             self._log(scope, record)
 
@@ -313,6 +313,31 @@ class ModelRequests:
             ],
             "memory_usage": [],
         }
+
+
+@suppress_errors
+def _end_span(traces: RequestTraces, scope: Scope, record: RequestRecord) -> None:
+    """End the span of a request. The record provides its attributes."""
+    attributes: dict[str, object] = {
+        "http.request.method": scope["method"],
+        "url.path": scope["path"][:256],
+        "http.response.status_code": record.status,
+        "multiworld.request_id": record.request_id,
+        "multiworld.model": "" if record.counts is None else record.counts.model,
+        "multiworld.version": record.version,
+        "multiworld.reason": record.reason,
+    }
+    if (found := record.prediction) is not None:
+        attributes |= {
+            "multiworld.images": len(found.output),
+            "multiworld.attempts": found.attempts,
+            "multiworld.path": ",".join(found.path),
+            "multiworld.decode_s": record.input_s,
+            "multiworld.queue_s": found.queue_s,
+            "multiworld.compute_s": found.compute_s,
+            "multiworld.transfer_s": found.transfer_s,
+        }
+    traces.end(record.span, attributes, record.reason if record.status >= 500 else "")
 
 
 def _phases(times: _Times, outputs: float) -> dict[str, dict[str, int]]:

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -20,9 +20,6 @@ from starlette.types import Scope
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.settings.serve import HttpSettings
-
-if TYPE_CHECKING:
-    from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 _EXPORT_TIMEOUT_S = 5
 _LAST_SPANS_MS = 2000
@@ -90,33 +87,11 @@ class RequestTraces:
         span = self._tracer.start_span(f"{scope['method']} {route}", context=parent, kind=self._kind)
         return span if span.is_recording() else None
 
-    @suppress_errors
-    def end(self, scope: Scope, record: RequestRecord) -> None:
-        """End the span. The record provides its attributes."""
+    def end(self, span: Any, attributes: dict[str, object], failed: str) -> None:
+        """End a span. `failed` is the reason of a failure of the service, or empty."""
         from opentelemetry.trace import Status, StatusCode
 
-        if record.span is None:
-            return
-        attributes: dict[str, object] = {
-            "http.request.method": scope["method"],
-            "url.path": scope["path"][:256],
-            "http.response.status_code": record.status,
-            "multiworld.request_id": record.request_id,
-            "multiworld.model": "" if record.counts is None else record.counts.model,
-            "multiworld.version": record.version,
-            "multiworld.reason": record.reason,
-        }
-        if (found := record.prediction) is not None:
-            attributes |= {
-                "multiworld.images": len(found.output),
-                "multiworld.attempts": found.attempts,
-                "multiworld.path": ",".join(found.path),
-                "multiworld.decode_s": record.input_s,
-                "multiworld.queue_s": found.queue_s,
-                "multiworld.compute_s": found.compute_s,
-                "multiworld.transfer_s": found.transfer_s,
-            }
-        record.span.set_attributes(attributes)
-        if record.status >= 500:
-            record.span.set_status(Status(StatusCode.ERROR, record.reason))
-        record.span.end()
+        span.set_attributes(attributes)
+        if failed:
+            span.set_status(Status(StatusCode.ERROR, failed))
+        span.end()

@@ -16,7 +16,6 @@ MAX_MODULES = 12
 TO_BE_REMOVED = (
     ("cli.verbs.processes", "cli.main"),
     ("server.frontend.leaders.link", "server.frontend.leaders.pool"),
-    ("server.frontend.observability.tracing", "server.frontend.observability.request_records"),
     ("server.leader.sessions", "server.leader.leader"),
 )
 """Imports that close a cycle today. The test fails when one of them is gone and still listed."""
