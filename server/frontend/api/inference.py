@@ -14,6 +14,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 import torch
+from starlette.requests import Request
 from starlette.types import Receive
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from multiworld_serving.server.frontend.api.images import LargeImageError, image
 from multiworld_serving.server.frontend.api.oip.metadata import Signature
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.http.open_request import OpenRequest, RequestGate
+from multiworld_serving.server.frontend.http.route import client_timeout_s
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
 from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
@@ -109,6 +111,10 @@ class Inference:
         if record.key_models is not None and model not in record.key_models:
             raise ForbiddenError(f"this key does not permit inference with the model {model!r}; use another key")
         return OpenRequest(self.gate, record, receive, timeout_s)
+
+    def open_http(self, request: Request) -> OpenRequest:
+        """`open` for a request over HTTP. Raises InvalidParameterError for its timeout."""
+        return self.open(RequestRecord.of(request.scope), request.receive, client_timeout_s(request))
 
     async def predict(self, opened: OpenRequest, asked: InferRequest) -> Prediction:
         """Decode the images of a request, and have the leaders compute its rows, which are removed from `asked`.

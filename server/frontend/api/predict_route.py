@@ -25,7 +25,7 @@ from multiworld_serving.common.service.errors import (
 from multiworld_serving.common.service.predictor import Prediction, ServedModel
 from multiworld_serving.server.frontend.api.images import LargeImageError, decodes_quickly
 from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, prediction_headers
-from multiworld_serving.server.frontend.http.route import Endpoint, client_timeout_s, query_parameters
+from multiworld_serving.server.frontend.http.route import Endpoint, query_parameters
 from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
@@ -60,8 +60,7 @@ class PredictRoute:
     async def answer(self, request: Request) -> Response:
         """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
         content_type, inference, top_k = _supported_content_type(request), self.inference, self._top_k(request)
-        record = RequestRecord.of(request.scope)
-        async with inference.open(record, request.receive, client_timeout_s(request)) as opened:
+        async with inference.open_http(request) as opened:
             body = await opened.body(request.headers)
             await opened.admit()
             if decodes_quickly(body):
@@ -71,7 +70,7 @@ class PredictRoute:
             asked = InferRequest(rows)
             del body, rows
             prediction = await inference.predict(opened, asked)
-            return self._response(prediction, record, top_k)
+            return self._response(prediction, opened.record, top_k)
 
     def _top_k(self, request: Request) -> int:
         """The number of classes in the response. Raises InvalidParameterError."""

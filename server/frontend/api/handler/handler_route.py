@@ -25,8 +25,7 @@ from multiworld_serving.server.frontend.api.inference import (
     output_tensors,
     prediction_headers,
 )
-from multiworld_serving.server.frontend.http.route import client_timeout_s, query_parameters
-from multiworld_serving.server.frontend.observability.request_records import RequestRecord
+from multiworld_serving.server.frontend.http.route import query_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +42,10 @@ class HandlerRoute:
     async def answer(self, request: Request) -> Response:
         """Send the body to the handler, and its inputs to the model."""
         query_parameters(request)
-        record, inference, handler = RequestRecord.of(request.scope), self.inference, self.handler
+        inference, handler = self.inference, self.handler
+        opened = inference.open_http(request)
         try:
-            async with inference.open(record, request.receive, client_timeout_s(request)) as opened:
+            async with opened:
                 body = await opened.body(request.headers)
                 await opened.admit()
                 arrays = await handler.call(program.decode, body, request.headers.get("content-type", ""))
@@ -54,7 +54,7 @@ class HandlerRoute:
                 del arrays
                 return await self._response(await inference.predict(opened, asked))
         except HandlerError as error:
-            logger.error("request_id=%s %s", record.request_id, error)  # noqa: TRY400 - the traceback is the handler's
+            logger.error("request_id=%s %s", opened.record.request_id, error)  # noqa: TRY400 - the traceback is the handler's
             raise HandlerError(_FAILED) from error
 
     def _request(self, arrays: dict[str, np.ndarray[Any, Any]]) -> InferRequest:

@@ -21,9 +21,8 @@ from multiworld_serving.server.frontend.api.oip.compression import accepted_enco
 from multiworld_serving.server.frontend.api.oip.infer_request import parse_infer_request
 from multiworld_serving.server.frontend.api.oip.infer_response import HEADER_LENGTH, build_response
 from multiworld_serving.server.frontend.api.oip.metadata import Signature, readiness_error
-from multiworld_serving.server.frontend.http.route import Endpoint, client_timeout_s, route
+from multiworld_serving.server.frontend.http.route import Endpoint, route
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
-from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
 
@@ -74,8 +73,7 @@ class V2Routes:
         encoding = content_encoding(headers.get("content-encoding"))
         json_bytes = _json_bytes(headers.get(HEADER_LENGTH))
         accepted = accepted_encoding(headers.get("accept-encoding"))
-        record = RequestRecord.of(request.scope)
-        async with inference.open(record, request.receive, client_timeout_s(request)) as opened:
+        async with inference.open_http(request) as opened:
             body = await opened.body(headers, allow_empty=True)
             await opened.admit()
             asked = await inference.threads.run(partial(_parse, body, encoding, json_bytes, inference))
