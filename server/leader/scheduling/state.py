@@ -18,8 +18,7 @@ from multiworld_serving.server.leader.scheduling.backlog import Backlog
 from multiworld_serving.server.leader.scheduling.batches import Attempt, Batch, Pool, Replica, Request
 from multiworld_serving.server.leader.scheduling.config import FAST_BATCH_S, SchedulerConfig
 from multiworld_serving.server.leader.scheduling.estimates.capacity import ArrivalRate
-from multiworld_serving.server.leader.scheduling.estimates.hedging import Hedging
-from multiworld_serving.server.leader.scheduling.estimates.service_times import ServiceTimes
+from multiworld_serving.server.leader.scheduling.estimates.service_times import Hedging, ServiceTimes
 from multiworld_serving.server.leader.scheduling.replica_table import ReplicaTable
 
 
