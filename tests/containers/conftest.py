@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.containers.deployment import Deployment
-from tests.containers.project import ContainerError, docker, docker_unavailable_reason
+from tests.containers.project import ContainerError, docker
 
 REASON = "needs a Docker Engine, an image and minutes: run `make containers`"
 
@@ -26,12 +26,14 @@ def compose_command() -> None:
 
 
 @pytest.fixture(scope="session")
-def engine(pytestconfig: pytest.Config) -> None:
+def engine(compose_command: None, pytestconfig: pytest.Config) -> None:
     """A running Docker Engine. A missing engine is a failure if the tests were requested."""
     if not pytestconfig.getoption("--containers", default=False):
         pytest.skip(REASON)
-    if why := docker_unavailable_reason():
-        pytest.fail(f"--containers was given, and there is no Docker Engine with Compose: {why}", pytrace=False)
+    try:
+        docker("info")
+    except ContainerError as error:
+        pytest.fail(f"--containers was given, and there is no Docker Engine: {error}", pytrace=False)
 
 
 @pytest.fixture(scope="module")

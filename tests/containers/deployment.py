@@ -1,28 +1,24 @@
 """A small service from docker-compose.yml, shared by the container tests."""
 
+import json
 import os
-import random
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from multiworld_serving.testing.chaos.campaign import choose_targets, inject
-from multiworld_serving.testing.chaos.faults.fault import WAIT_S, FaultContext
-from multiworld_serving.testing.chaos.journal import Injection
-from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import ReferenceRequest, served_requests
-from tests.containers.faults import FAULTS
-from tests.containers.project import ComposeProject, ContainerError, docker
+from multiworld_serving.testing.local_service import RunningService
+from tests.containers.project import Container, ContainerError, docker
 from tests.e2e.prometheus_server import PrometheusServer
 from tests.programs import free_port
-from tests.waiting import wait_for_more
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = 4
+LABELS = "com.docker.compose"
 HEARTBEAT_TIMEOUT_S = 8.0
 """Longer than processes wait for a processor while four others start on two cores, beside other tests."""
 SETTINGS = {
@@ -42,18 +38,13 @@ SETTINGS = {
 CLIENT_TIMEOUT_S = 220.0
 
 
-class Deployment:
+class Deployment(RunningService):
     """`docker compose up -d --wait` while its `with` block lasts.
 
     Args:
         folder: for the files that the project needs beside the repository's.
         image: image to run; None builds it.
-
-    Attributes:
-        project: set once it is up.
     """
-
-    project: ComposeProject
 
     def __init__(self, folder: Path, image: str | None) -> None:
         self.name = f"multiworld-test-{os.getpid()}"
@@ -63,22 +54,14 @@ class Deployment:
         image_name = image or "multiworld-serving:test"
         self.environment = own | SETTINGS | {"IMAGE": image_name} | {n: str(p) for n, p in self._ports.items()}
         self._files = [ROOT / "docker-compose.yml", _changed_services(folder)]
-        self._random = random.Random(0)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._ports['API_PORT']}"
-
-    @property
-    def prometheus(self) -> PrometheusServer:
-        return PrometheusServer(f"http://127.0.0.1:{self._ports['PROMETHEUS_PORT']}")
+        self.prometheus = PrometheusServer(f"http://127.0.0.1:{self._ports['PROMETHEUS_PORT']}")
+        super().__init__(f"http://127.0.0.1:{self._ports['API_PORT']}")
 
     def __enter__(self) -> Self:
         if self._image is None:
             self.compose("build", "--quiet", "frontend")
         try:
             self.compose("up", "--detach", "--wait", "--wait-timeout", "400")
-            self.project = ComposeProject(self.name, environment=self.environment, prometheus=self.prometheus)
         except BaseException:
             self._tell_logs()
             self.down()
@@ -103,38 +86,32 @@ class Deployment:
 
     def remains(self) -> list[str]:
         """Existing containers, networks and volumes of this project."""
-        label = f"label=com.docker.compose.project={self.name}"
+        label = f"label={LABELS}.project={self.name}"
         kinds = (("ps", "--all"), ("network", "ls"), ("volume", "ls"))
         return [line for kind in kinds for line in docker(*kind, "--quiet", "--filter", label).split()]
 
-    def hurt(self, name: str) -> Injection:
-        """Inject one fault under load, and wait until every slot is ready again. No request may be lost."""
-        fault, requests = FAULTS[name], self.requests()
-        with Observer(self.url) as observer:
-            now = observer.wait(lambda now: now.complete, WAIT_S, "complete")
-            targets = choose_targets(fault, now, self._random)
-            with self.load(requests) as load:
-                wait_for_more(load.samples, CLIENTS)
-                made = inject(fault, FaultContext(self.project, observer, targets, HEARTBEAT_TIMEOUT_S, requests[0]))
-                wait_for_more(load.samples, 2 * CLIENTS)
-        print(made)
-        assert not made.unexpected, made.unexpected
-        assert not load.failed, load.failed[:3]
-        assert made.duplicates == 0
-        return made
+    def containers(self, service: str = "") -> list[Container]:
+        """All containers of the project, or of one service."""
+        labels = {"project": self.name, "oneoff": "False"} | ({"service": service} if service else {})
+        filters = [part for label, value in labels.items() for part in ("--filter", f"label={LABELS}.{label}={value}")]
+        ids = docker("ps", "--all", "--quiet", "--no-trunc", *filters).split()
+        return [Container.parse(each) for each in json.loads(docker("inspect", *ids))] if ids else []
 
-    def await_complete(self) -> None:
-        """Wait until every slot is ready."""
-        with Observer(self.url) as observer:
-            observer.wait(lambda now: now.complete, WAIT_S, "complete")
+    def container(self, worker: str) -> Container:
+        """The container of this worker, whose name is HOSTNAME-PID."""
+        return next(each for each in self.containers() if each.hostname == worker.rpartition("-")[0])
+
+    @property
+    def leaders(self) -> list[Container]:
+        return [*self.containers("leader-a"), *self.containers("leader-b")]
 
     def worker_addresses(self) -> set[str]:
         """The workers' addresses on the network shared with the leaders."""
-        return {address for each in self.project.containers("worker") for address in each.addresses.values()}
+        return {address for each in self.containers("worker") for address in each.addresses.values()}
 
     def leader_addresses(self) -> list[str]:
         """The leaders' addresses on all networks."""
-        return [address for each in self.project.leaders for address in each.addresses.values()]
+        return [address for each in self.leaders for address in each.addresses.values()]
 
     def requests(self) -> list[ReferenceRequest]:
         """Images, and the service's current answers for them."""
