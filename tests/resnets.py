@@ -1,16 +1,14 @@
 """ResNets as leaders cut and send them, and as workers load them."""
 
-import dataclasses
-import os
 from functools import cache
 
 import torch
 
-from multiworld_serving.models.bundle.files import Bundle, TensorFile, read_bundle
+from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan, StageWeights, make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
 
 
 @cache
@@ -29,15 +27,6 @@ def resnet_plan(
 def sent_weights(plan: StagePlan) -> torch.Tensor:
     """The bytes that the leader sends."""
     return torch.cat(list(plan.weights.chunks()))
-
-
-def with_other_weights(plan: StagePlan) -> StagePlan:
-    """The last stage with another bias of the last layer."""
-    sent = sent_weights(plan)
-    (bias,) = (each for each in load_bundle_stage(plan.spec, sent).buffers() if each.shape == (1000,))
-    bias += torch.linspace(-5, 5, len(bias))  # shares the memory of `sent`
-    empty = TensorFile(os.memfd_create("weights"))
-    return dataclasses.replace(plan, weights=StageWeights(sent.numpy().tobytes(), empty, []))
 
 
 def sent_stage(plan: StagePlan) -> BundleStage:
