@@ -28,15 +28,15 @@ from tests.waiting import until
 
 NEVER = Backoff(initial_s=1000, max_s=1000)
 """Exceeds the test's time limit if it applies to the first failure."""
-AT_ONCE = Backoff(initial_s=0, reset_after_s=3)
-ONE_SIGN_OF_LIFE = """
-import socket
-name = os.environ['NOTIFY_SOCKET']
-socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'READY=1', chr(0) + name[1:])
-report('up')
-signal.pause()
+AT_ONCE = Backoff(initial_s=0)
+SEND = """
+import os, signal, socket
+def send(text):
+    address = "\\0" + os.environ["NOTIFY_SOCKET"][1:]
+    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(text.encode(), address)
 """
-
+ONE_SIGN_OF_LIFE = SEND + "send('READY=1'); report('up'); signal.pause()"
+DIES = SEND + "send('X_ERROR=OSError: no threads'); sys.exit(1)"
 FORWARDED = """
 import os, signal, sys
 from multiworld_serving.server.supervisor.forwarder import SIGNALS, main
@@ -215,14 +215,6 @@ async def test_process_is_killed_and_started_again_when_it_gives_no_more_signs_o
     assert "ended status=SIGKILL" in caplog.text
 
 
-SEND = """
-import os, signal, socket
-def send(text):
-    address = "\\0" + os.environ["NOTIFY_SOCKET"][1:]
-    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(text.encode(), address)
-"""
-
-
 async def test_process_is_not_restarted_when_its_settings_are_invalid(
     reports: Reports, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -246,9 +238,6 @@ async def test_process_is_restarted_when_others_were_ready_or_it_reported_nothin
         index = supervisor.add()
         await until(lambda: supervisor.restarts[index] >= 1)
         assert not supervisor.cannot_start.is_set()
-
-
-DIES = SEND + "send('X_ERROR=OSError: no threads'); sys.exit(1)"
 
 
 async def test_supervisor_says_why_processes_cannot_start_when_all_of_them_end_at_once(
