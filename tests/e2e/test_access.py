@@ -21,7 +21,6 @@ from tests.certificates import Authority
 from tests.services import small_service
 
 KEYS = {"alice": "inference-key-of-alice", "ops": "key-of-the-administrators"}
-OPEN = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/v2/models/resnet18/ready")
 WATCHING = ("/", "/status", "/metrics", "/openapi.json")
 RENEWED = "reloaded keys and certificates"
 

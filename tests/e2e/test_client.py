@@ -9,30 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from examples.digits.train import IMAGE_SIZE, LABELS
+from examples.digits.train import LABELS
 from multiworld_client import AsyncClient, Client, InputError, Prediction
-from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.local_service import LocalService
 from tests.e2e.images import pil_image, png
-
-
-@pytest.fixture(scope="module")
-def pixels(digits: Path) -> Tensor:
-    """uint8 [8,3,S,S]."""
-    return safetensors.torch.load_file(digits / "images.safetensors")["images"][:8]
-
-
-@pytest.fixture(scope="module")
-def expected(digits: Path, pixels: Tensor) -> Tensor:
-    """float32 [8,10]."""
-    model = load_model("resnet18", str(digits / "digits.safetensors"), image_size=IMAGE_SIZE)
-    with torch.inference_mode():
-        found: Tensor = model.classifier()(pixels)
-    return found
 
 
 @pytest.fixture
