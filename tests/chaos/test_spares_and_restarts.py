@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -73,34 +72,6 @@ def test_rolling_restart_fails_no_request(service: LocalService, capsys: pytest.
     assert len(running) == 3
     assert not running & {int(pid) for pid in before}
     assert not [line.message for line in service.lines[seen:] if line["cause"] == "exit"], "no worker has failed"
-
-
-def test_rolling_restart_restarts_a_process_that_was_suspended_and_has_joined_again(
-    service: LocalService, capsys: pytest.CaptureFixture[str]
-) -> None:
-    until_a_spare_is_ready(service)
-    before, seen = set(service.worker_pids().values()), len(service.lines)
-    suspended: list[int] = []
-
-    def suspend(line: LogLine) -> bool:
-        """Suspend the other worker of a stage when the first one restarts, until its link is lost."""
-        if not suspended and "rolling restart" in line.message:
-            step_of = {f"local-{slot}": pid for slot, pid in service.child_pids("worker").items()}
-            restarting = next(name for name in step_of if f"'{name}'" in line.message)
-            suspended.extend([pid for name, pid in step_of.items() if name != restarting][:1])
-            os.kill(suspended[0], signal.SIGSTOP)
-        return bool(suspended) and line["cause"] == "hang"
-
-    with ThreadPoolExecutor() as threads:
-        restart = threads.submit(main, ["rolling-restart", "--url", service.metrics_url.removesuffix("/metrics")])
-        try:
-            service.wait_for(suspend, WAIT_S, after=seen)
-        finally:
-            for pid in suspended:
-                os.kill(pid, signal.SIGCONT)
-        assert restart.result() == 0
-    assert "3 workers restarted" in capsys.readouterr().out
-    assert not set(service.worker_pids().values()) & before
 
 
 def test_accepted_requests_are_answered_when_the_service_stops() -> None:
