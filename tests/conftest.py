@@ -4,7 +4,6 @@ import fcntl
 import functools
 import os
 import signal
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,38 +44,11 @@ setattr(httpx._transports.default, "create_ssl_context", functools.cache(httpx.c
 
 LAYERS = ("unit", "simulation", "ray", "slurm", "machines", "chaos", "e2e", "integration")
 """The order of the folders: fast tests first, then those with the longest files, so that no process is left with a long file at the end."""
-_SECONDS = pytest.StashKey[defaultdict[str, float]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_SECONDS] = defaultdict(float)
-    config.pluginmanager.register(_Reports(config.stash[_SECONDS]), "folder_times")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {folder: position for position, folder in enumerate(LAYERS)}
-    items.sort(key=lambda item: order.get(_folder(item.nodeid), len(order)))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if seconds := config.stash[_SECONDS]:
-        terminalreporter.section("seconds by folder, summed over all processes")
-        for folder, spent_s in sorted(seconds.items(), key=lambda item: -item[1]):
-            terminalreporter.line(f"{spent_s:8.1f} s  tests/{folder}")
-
-
-class _Reports:
-    """Adds up the time of the tests of each folder."""
-
-    def __init__(self, seconds: defaultdict[str, float]) -> None:
-        self._seconds = seconds
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[_folder(report.nodeid)] += report.duration
-
-
-def _folder(nodeid: str) -> str:
-    return nodeid.removeprefix("tests/").partition("/")[0]
+    items.sort(key=lambda item: order.get(item.nodeid.removeprefix("tests/").partition("/")[0], len(order)))
 
 
 @pytest.fixture(scope="session")

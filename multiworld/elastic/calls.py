@@ -71,7 +71,7 @@ class AllReduceHandle:
 
 @dataclass(frozen=True, slots=True)
 class AllReduceOutcome:
-    """Describes how a call ended.
+    """The outcome of a call.
 
     Attributes:
         success: all tensors hold their results. False when all other members left before that; then `world_size` is 1.

@@ -62,11 +62,11 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """Return the name of the operation, for error messages."""
+        """The name of the operation, for error messages."""
         return self.signature.partition("(")[0]
 
     def done(self) -> bool:
-        """Return whether the operation completed or failed."""
+        """Whether the operation completed or failed."""
         return self.future.done()
 
     @property
@@ -124,7 +124,7 @@ class Operation:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Message(Operation):
-    """Carries one message: of a collective, or of a `Send` or `Receive`.
+    """A message to send or to receive: one of a collective, or a `Send` or `Receive`.
 
     Attributes:
         tag: messages with the same tag arrive in order.
@@ -148,7 +148,7 @@ class Message(Operation):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Send(Message):
-    """Sends a tensor or a message.
+    """A send.
 
     Attributes:
         header: header of a message that travels in place of the signature; see multiworld/ops/p2p.py. A tensor of `allocate` may not be
@@ -164,7 +164,7 @@ class Send(Message):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Receive(Message):
-    """Receives a tensor or a message.
+    """A receive.
 
     Attributes:
         view: for a message of unknown size; it provides the memory when the head has arrived. See multiworld/ops/p2p.py.
@@ -197,13 +197,12 @@ class Collective(Operation):
 class View:
     """A received message. Its data is in shared memory of the sender, or in memory of this process if it could not be sent so.
 
-    The sender keeps the memory until all tensors that use it are dropped. Until then the data does not change, also when the world ends
-    or the sender dies. Tensors may be written: this changes only the memory of this process.
+    The sender keeps the memory until all tensors that use it are dropped, or until `release`. Until then the data does not change, also
+    when the world ends or the sender dies. Tensors may be written: this changes only the memory of this process.
 
     Attributes:
         header: the sender's header, padded with zeros to MAX_HEADER_BYTES.
         data: uint8 [n].
-        shared: whether the data lies in shared memory of the sender.
 
     Args:
         check: called with header and size in bytes; raises ValueError to refuse the message.
@@ -214,7 +213,18 @@ class View:
         self.data = _NO_DATA
         self.size_bytes = 0
         self._check = check
-        self.shared = False
+        self._release: Callable[[], object] | None = None
+
+    def release(self) -> None:
+        """Let the sender use the memory again, although tensors may still use it: their content is undefined from now on. Idempotent."""
+        self.data = _NO_DATA
+        if self._release is not None:
+            self._release()
+
+    @property
+    def shared(self) -> bool:
+        """Whether the data lies, or lay, in shared memory of the sender."""
+        return self._release is not None
 
     # -- called by the connection --------------------------------------------------------------------------------------------
 
@@ -228,9 +238,9 @@ class View:
         self.data = torch.empty(self.size_bytes, dtype=torch.uint8)
         return self.data
 
-    def place(self, data: Tensor) -> Tensor:
-        """Use shared memory."""
-        self.data, self.shared = data, True
+    def place(self, data: Tensor, release: Callable[[], object]) -> Tensor:
+        """Use shared memory. `release` is also called when all tensors that use it are dropped."""
+        self.data, self._release = data, release
         return data
 
 
@@ -241,7 +251,7 @@ def status_of(future: asyncio.Future[None]) -> Status:
 
 
 def _is_being_cancelled() -> bool:
-    """Return whether the current task is being cancelled.
+    """Whether the current task is being cancelled.
 
     A separate function, because a frame in the traceback of a CancelledError must not refer to the task: the garbage collector of
     Python 3.11 does not detect this cycle.
