@@ -1,5 +1,6 @@
 """The status page in Chromium, for a service that loses a worker."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -48,107 +49,94 @@ def chromium() -> Iterator[playwright.Browser]:
         browser.close()
 
 
-class Visit:
-    """One visit: the page, its console messages, and the hosts that it contacted."""
-
-    def __init__(self, browser: playwright.Browser, url: str = "", **context: Any) -> None:
-        self.page = browser.new_page(**context)
-        self.page.set_default_timeout(WAIT_MS)
-        expect.set_options(timeout=WAIT_MS)
-        self.complaints: list[str] = []
-        self.hosts: set[str] = set()
-        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
-        if url:
-            self.page.goto(url)
-            self.page.wait_for_selector(".replica[data-state=ready]")
-
-    def assert_clean(self, url: str) -> None:
-        assert not self.complaints
-        assert self.hosts <= {urlsplit(url).netloc, ""}, "the page contacted another host"
+@contextlib.contextmanager
+def visit(browser: playwright.Browser, url: str, *, logged: str = "", **context: Any) -> Iterator[playwright.Page]:
+    """The page while the block runs. It must contact no other host, and log no error but those with the text `logged`, if any."""
+    page = browser.new_page(**context)
+    page.set_default_timeout(WAIT_MS)
+    expect.set_options(timeout=WAIT_MS)
+    complaints: list[str] = []
+    hosts: set[str] = set()
+    page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+    page.goto(url)
+    page.wait_for_selector(".replica[data-state=ready]")
+    yield page
+    assert not [each for each in complaints if not logged or logged not in each]
+    assert hosts <= {urlsplit(url).netloc, ""}, "the page contacted another host"
+    page.close()
 
 
 def test_page_shows_a_frozen_worker_as_broken_and_its_replacement_as_ready(
     small_service: LocalService, chromium: playwright.Browser
 ) -> None:
-    visit = Visit(chromium, small_service.url, viewport={"width": 1200, "height": 1000})
-    page = visit.page
-    expect(page.locator("#graph [data-node]"), "a frontend, a leader and four replicas").to_have_count(6)
-    expect(page.locator(".replica")).to_have_count(4)
-    expect(page.locator("#state")).to_have_text(re.compile("^ready"))
-    worker = small_service.worker_at(0, 0)
-    assert worker is not None
-    with run_load(small_service):
-        expect(page.locator("#rate")).to_have_text(re.compile("[1-9]"))
-        pid = small_service.worker_pids()[worker]
-        os.kill(pid, signal.SIGSTOP)
-        page.wait_for_selector('[data-world="s0.r0"][data-state=broken]')
-        page.wait_for_selector("#feed li[data-what=broken]")
-        page.wait_for_selector('#graph [data-node="s0.r0"][data-state=broken]')
-        page.wait_for_selector("#state[data-state=degraded]")
-        assert "stage 0 has 1 of 2 replicas" in page.locator("#state").inner_text()
-        os.kill(pid, signal.SIGKILL)
-        page.wait_for_selector("#feed li[data-what=rejoined]")
-        page.wait_for_selector('[data-world="s0.r0"][data-state=ready]')
-        rate = page.locator('[data-world="s0.r0"] .batches-s')
-        expect(rate).to_have_text(re.compile(r"[1-9]"))
-    feed = page.locator("#feed li[data-what=broken]").first.inner_text()
-    assert "s0.r0" in feed
-    assert "hang" in feed
-    assert "hang" in page.locator('[data-world="s0.r0"]').inner_text(), "the row shows the last failure"
-    assert page.locator("#throughput path.ok").get_attribute("d")
-    page.hover("#throughput svg")
-    expect(page.locator("#throughput .tip")).to_contain_text("answered:")
-    page.click("#by-host")
-    expect(page.locator("tr.group"), "all on this host").to_have_count(1)
-    visit.assert_clean(small_service.url)
-    page.close()
+    with visit(chromium, small_service.url, viewport={"width": 1200, "height": 1000}) as page:
+        expect(page.locator("#graph [data-node]"), "a frontend, a leader and four replicas").to_have_count(6)
+        expect(page.locator(".replica")).to_have_count(4)
+        expect(page.locator("#state")).to_have_text(re.compile("^ready"))
+        worker = small_service.worker_at(0, 0)
+        assert worker is not None
+        with run_load(small_service):
+            expect(page.locator("#rate")).to_have_text(re.compile("[1-9]"))
+            pid = small_service.worker_pids()[worker]
+            os.kill(pid, signal.SIGSTOP)
+            page.wait_for_selector('[data-world="s0.r0"][data-state=broken]')
+            page.wait_for_selector("#feed li[data-what=broken]")
+            page.wait_for_selector('#graph [data-node="s0.r0"][data-state=broken]')
+            page.wait_for_selector("#state[data-state=degraded]")
+            assert "stage 0 has 1 of 2 replicas" in page.locator("#state").inner_text()
+            os.kill(pid, signal.SIGKILL)
+            page.wait_for_selector("#feed li[data-what=rejoined]")
+            page.wait_for_selector('[data-world="s0.r0"][data-state=ready]')
+            rate = page.locator('[data-world="s0.r0"] .batches-s')
+            expect(rate).to_have_text(re.compile(r"[1-9]"))
+        feed = page.locator("#feed li[data-what=broken]").first.inner_text()
+        assert "s0.r0" in feed
+        assert "hang" in feed
+        assert "hang" in page.locator('[data-world="s0.r0"]').inner_text(), "the row shows the last failure"
+        assert page.locator("#throughput path.ok").get_attribute("d")
+        page.hover("#throughput svg")
+        expect(page.locator("#throughput .tip")).to_contain_text("answered:")
+        page.click("#by-host")
+        expect(page.locator("tr.group"), "all on this host").to_have_count(1)
 
 
 def test_image_is_classified_by_keyboard_alone(small_service: LocalService, chromium: playwright.Browser) -> None:
-    visit = Visit(chromium, small_service.url)
-    page = visit.page
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-    page.set_input_files("#image", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": photo()})
-    page.focus("#image")
-    page.keyboard.press("Tab")
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")
-    expect(page.locator("#answer li")).to_have_count(5)
-    assert re.search(r"frontend → leader → s0\.r\d → s1\.r\d", page.locator(".route").inner_text())
-    page.wait_for_selector("#preview[src^='data:image/jpeg']")
-    assert page.locator("#curl").inner_text().endswith(f"image=@photo.jpg {small_service.url}/predict")
-    page.click("#sample")
-    expect(page.locator("#drop-text")).to_have_text(re.compile(r"sample\.jpg"))
-    page.focus("#try-image .main")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#answer li")
-    page.set_input_files("#image", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": b"no image"})
-    page.keyboard.press("Enter")
-    expect(page.locator("#answer .wrong")).to_contain_text("image")
-    page.set_input_files("#image", {"name": "notes.md", "mimeType": "text/markdown", "buffer": b"no image"})
-    page.wait_for_selector("#answer .wrong:has-text('notes.md is not a JPEG, PNG or WebP image')")
-    visit.complaints = [each for each in visit.complaints if "422" not in each]  # the browser logs the rejection
-    visit.assert_clean(small_service.url)
-    page.close()
+    with visit(chromium, small_service.url, logged="422") as page:  # the browser logs the rejection
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip"
+        page.set_input_files("#image", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": photo()})
+        page.focus("#image")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        expect(page.locator("#answer li")).to_have_count(5)
+        assert re.search(r"frontend → leader → s0\.r\d → s1\.r\d", page.locator(".route").inner_text())
+        page.wait_for_selector("#preview[src^='data:image/jpeg']")
+        assert page.locator("#curl").inner_text().endswith(f"image=@photo.jpg {small_service.url}/predict")
+        page.click("#sample")
+        expect(page.locator("#drop-text")).to_have_text(re.compile(r"sample\.jpg"))
+        page.focus("#try-image .main")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#answer li")
+        page.set_input_files("#image", {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": b"no image"})
+        page.keyboard.press("Enter")
+        expect(page.locator("#answer .wrong")).to_contain_text("image")
+        page.set_input_files("#image", {"name": "notes.md", "mimeType": "text/markdown", "buffer": b"no image"})
+        page.wait_for_selector("#answer .wrong:has-text('notes.md is not a JPEG, PNG or WebP image')")
 
 
 def test_operator_loads_a_version_on_the_admin_port(small_service: LocalService, chromium: playwright.Browser) -> None:
     admin_url = small_service.metrics_url.removesuffix("/metrics")
-    visit = Visit(chromium, admin_url)
-    page = visit.page
-    page.wait_for_selector("#operate")
-    for key, told in (("wrong", "failed: no valid admin key"), (KEY, "version 2 (random:1) serves")):
-        page.fill("#key", key)
-        page.fill("#weights", "random:1")
-        page.click("#load")
-        expect(page.locator("#outcome-of-action")).to_contain_text(told)
-    expect(page.locator("#model")).to_have_text("resnet18 random:1")
-    visit.complaints = [each for each in visit.complaints if "401" not in each]  # the browser logs the rejection
-    visit.assert_clean(admin_url)
-    page.close()
+    with visit(chromium, admin_url, logged="401") as page:  # the browser logs the rejection
+        page.wait_for_selector("#operate")
+        for key, told in (("wrong", "failed: no valid admin key"), (KEY, "version 2 (random:1) serves")):
+            page.fill("#key", key)
+            page.fill("#weights", "random:1")
+            page.click("#load")
+            expect(page.locator("#outcome-of-action")).to_contain_text(told)
+        expect(page.locator("#model")).to_have_text("resnet18 random:1")
 
 
 def told_texts(page: playwright.Page, element: str) -> None:
@@ -172,19 +160,16 @@ def test_operator_restarts_the_workers_and_sees_each_step(
 ) -> None:
     admin_url = small_service.metrics_url.removesuffix("/metrics")
     before = set(small_service.worker_pids().values())
-    visit = Visit(chromium, admin_url)
-    page = visit.page
-    page.wait_for_selector("#operate")
-    told_texts(page, "outcome-of-action")
-    page.fill("#key", KEY)
-    page.click("#restart")
-    expect(page.locator("#outcome-of-action")).to_have_text("done: 4 workers restarted")
-    assert page.evaluate("window.busy[0]"), "one action at a time"
-    assert not page.locator("#progress").is_visible()
-    told = "\n".join(page.evaluate("window.told"))
-    for number in range(1, 5):
-        assert re.search(rf"^{number} of 4: local-\d in s\d\.r\d is restarting …$", told, re.MULTILINE), told
-        assert re.search(rf"^{number} of 4: local-\d in s\d\.r\d is back after [\d.]+ s$", told, re.MULTILINE), told
-    assert not before & set(small_service.worker_pids().values())
-    visit.assert_clean(admin_url)
-    page.close()
+    with visit(chromium, admin_url) as page:
+        page.wait_for_selector("#operate")
+        told_texts(page, "outcome-of-action")
+        page.fill("#key", KEY)
+        page.click("#restart")
+        expect(page.locator("#outcome-of-action")).to_have_text("done: 4 workers restarted")
+        assert page.evaluate("window.busy[0]"), "one action at a time"
+        assert not page.locator("#progress").is_visible()
+        told = "\n".join(page.evaluate("window.told"))
+        for number in range(1, 5):
+            assert re.search(rf"^{number} of 4: local-\d in s\d\.r\d is restarting …$", told, re.MULTILINE), told
+            assert re.search(rf"^{number} of 4: local-\d in s\d\.r\d is back after [\d.]+ s$", told, re.MULTILINE), told
+        assert not before & set(small_service.worker_pids().values())
