@@ -3,8 +3,8 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from tests.e2e.hostile_requests import HostileRequest
 PATIENCE_S = 60.0
 _CLOSED = "closed"
 _POST = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
+_WHOLE = _POST % len(photo()) + photo()
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,27 @@ class HostileConnections:
     answer: str
 
 
+@asynccontextmanager
+async def _connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
 async def ask(host: str, port: int, request: HostileRequest, expected: str = "") -> str:
     """Status and reason of each answer, in order; equal ones that follow each other count once."""
-    reader, writer = await asyncio.open_connection(host, port)
-    sending = asyncio.create_task(_send(writer, request.data))
-    answers: list[str] = []
-    try:
-        answers.append(await _ending(reader))
+    async with _connection(host, port) as (reader, writer):
+        sending = asyncio.create_task(_send(writer, request.data))
+        answers = [await _ending(reader)]
         while len(answers) <= (expected or request.answer).count(","):
             if (answer := await _ending(reader)) != answers[-1]:
                 answers.append(answer)
-        return ", ".join(answers)
-    finally:
         sending.cancel()
-        await _close(writer)
+        return ", ".join(answers)
 
 
 async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
@@ -70,24 +78,14 @@ async def _ending(reader: asyncio.StreamReader) -> str:
         return "OPEN"
 
 
-async def _close(writer: asyncio.StreamWriter) -> None:
-    writer.transport.abort()
-    with suppress(OSError):
-        await writer.wait_closed()
-
-
 async def _told(host: str, port: int, data: bytes) -> str:
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
+    async with _connection(host, port) as (reader, writer):
         await _send(writer, data)
         return await _ending(reader)
-    finally:
-        await _close(writer)
 
 
 async def _dripped(host: str, port: int, start: bytes) -> str:
     """A little more every now and then, for ever."""
-    reader, writer = await asyncio.open_connection(host, port)
 
     async def drip() -> None:
         await _send(writer, start)
@@ -95,28 +93,23 @@ async def _dripped(host: str, port: int, start: bytes) -> str:
             await asyncio.sleep(0.25)
             await _send(writer, b"a")
 
-    dripping = asyncio.create_task(drip())
-    try:
-        return await _ending(reader)
-    finally:
+    async with _connection(host, port) as (reader, writer):
+        dripping = asyncio.create_task(drip())
+        ending = await _ending(reader)
         dripping.cancel()
-        await _close(writer)
+        return ending
 
 
 async def _half_closed(host: str, port: int) -> str:
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        await _send(writer, _POST % len(photo()) + photo())
+    async with _connection(host, port) as (reader, writer):
+        await _send(writer, _WHOLE)
         writer.write_eof()
         return await _ending(reader)
-    finally:
-        await _close(writer)
 
 
 async def _gone(host: str, port: int) -> str:
-    _, writer = await asyncio.open_connection(host, port)
-    await _send(writer, _POST % len(photo()) + photo())
-    await _close(writer)
+    async with _connection(host, port) as (_, writer):
+        await _send(writer, _WHOLE)
     return _CLOSED
 
 
