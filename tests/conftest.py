@@ -57,12 +57,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     It contains `digits.safetensors`, `labels.txt`, `digits.bundle` and `images.safetensors`.
     """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        folder = tmp_path_factory.mktemp("digits")
-        _make_digits(folder)
-        return folder
     # Shared by all processes of this run: the first one makes it.
-    folder = tmp_path_factory.getbasetemp().parent / "digits"
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "digits"
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -84,6 +84,13 @@ class RayCluster:
             timeout=400,
         )
 
+    def refusal(self, *arguments: str) -> str:
+        """The line with which a command is refused."""
+        done = self.run(*arguments)
+        assert done.returncode == 2, done.stderr
+        [line] = [line for line in done.stderr.splitlines() if line.startswith("multiworld: error:")]
+        return line
+
     def close(self) -> None:
         """End all nodes."""
         with contextlib.suppress(BrokenPipeError):

@@ -28,16 +28,6 @@ JPEG = {"Content-Type": "image/jpeg"}
 PHOTO = Path(__file__).parents[2] / "examples/images/clock.jpg"
 
 
-class Cluster(RayCluster):
-    """A cluster that refuses commands."""
-
-    def refusal(self, *arguments: str) -> str:
-        done = self.run(*arguments)
-        assert done.returncode == 2, done.stderr
-        [line] = [line for line in done.stderr.splitlines() if line.startswith("multiworld: error:")]
-        return line
-
-
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """HOST:PORT of a Redis server."""
@@ -48,8 +38,8 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def cluster(redis: str) -> Iterator[Cluster]:
-    running = Cluster("head=4", "node-1=4", "node-2=4", redis=redis)
+def cluster(redis: str) -> Iterator[RayCluster]:
+    running = RayCluster("head=4", "node-1=4", "node-2=4", redis=redis)
     try:
         yield running
     finally:
@@ -77,7 +67,7 @@ def is_complete(found: dict[str, Any]) -> bool:
     return leaders == ["ready", "standby"] and [len(nodes) for nodes in hosts(found)] == [2]
 
 
-def test_no_request_is_lost_when_a_node_is_killed_and_while_the_head_restarts(cluster: Cluster) -> None:
+def test_no_request_is_lost_when_a_node_is_killed_and_while_the_head_restarts(cluster: RayCluster) -> None:
     started = cluster.run(*SERVE, "--stages", "1", "--replicas", "2", "--leaders", "2", "--frontends", "2")
     assert started.returncode == 0, started.stderr
     try:
@@ -114,7 +104,7 @@ def ready(found: dict[str, Any]) -> list[str]:
     return [each["worker"] for stage in stages for each in stage["replicas"] if each["state"] == "ready"]
 
 
-def test_each_model_has_leaders_and_workers_of_its_own(cluster: Cluster) -> None:
+def test_each_model_has_leaders_and_workers_of_its_own(cluster: RayCluster) -> None:
     models = ("resnet18", "second-leader")
     started = cluster.run(*SERVE, "--model", f"{models[1]}=resnet18", "--stages", "1", "--replicas", "1")
     assert started.returncode == 0, started.stderr
@@ -131,7 +121,7 @@ def test_each_model_has_leaders_and_workers_of_its_own(cluster: Cluster) -> None
     assert "stopped leaders=2" in stopped.stderr
 
 
-def test_everything_is_taken_down_when_a_process_refuses_its_settings(cluster: Cluster) -> None:
+def test_everything_is_taken_down_when_a_process_refuses_its_settings(cluster: RayCluster) -> None:
     line = cluster.refusal(*SERVE, "--stages", "1", "--replicas", "1", "--weights", "/nowhere.pth")
     assert re.search(r"leader-0 on \S+: cannot start; see its error above", line)
     assert "no service runs" in cluster.refusal("down")
