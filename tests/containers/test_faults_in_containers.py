@@ -1,22 +1,18 @@
 """Containers are killed, disconnected, restarted and scaled under load through the published port: no request fails while a replica is
-left, everything recovers automatically, and Prometheus counts it. Faults of processes: see `tests/chaos`.
+left, and everything recovers automatically. Faults of processes: see `tests/chaos`.
 """
 
-import math
 import time
 
 from multiworld_serving.testing.chaos.faults.fault import WAIT_S
-from multiworld_serving.testing.chaos.journal import Injection
 from multiworld_serving.testing.chaos.observer import Observer
 from tests.containers.deployment import CLIENTS, Deployment
 from tests.containers.faults import WORKERS_UP, hurt
 from tests.e2e.prometheus_server import wait_until_answers
-from tests.waiting import wait_for_more, wait_until
+from tests.waiting import wait_for_more
 
 LEADER_UP = 'sum(up{job="multiworld-leader"})'
 FRONTEND_UP = 'sum(up{job="multiworld-frontend"})'
-BEFORE_S = 11
-"""Two intervals of scraping, because a scrape may be late."""
 
 
 def test_service_answers_after_docker_compose_up(deployment: Deployment) -> None:
@@ -31,14 +27,9 @@ def test_containers_of_one_host_exchange_tensors_through_shared_memory(deploymen
     )
 
 
-def test_no_request_is_lost_and_prometheus_counts_it_when_a_container_is_killed(deployment: Deployment) -> None:
-    # The counters of both leaders for at least four slots, with the values from before the fault.
-    deployment.prometheus.wait_for('count(multiworld_world_failures_total{job="multiworld-leader",cause="exit"}) >= 8')
-    made = hurt(deployment, "container-kill")
-    (cause,) = made.causes
-    counter = f'multiworld_world_failures_total{{job="multiworld-leader",{slot(made)},cause="{cause}"}}'
-    seen(deployment, made, f"max_over_time({counter}[W]) - min_over_time({counter}[B]) >= 1")
-    deployment.prometheus.wait_for(f"multiworld_world_up{{{slot(made)}}} == 1")
+def test_no_request_is_lost_when_a_container_is_killed(deployment: Deployment) -> None:
+    assert hurt(deployment, "container-kill").causes == ("exit",)
+    deployment.prometheus.wait_for(f"{WORKERS_UP} == 4 and on() multiworld_redundancy == 1")
 
 
 def test_worker_serves_again_when_restarted_with_another_address(deployment: Deployment) -> None:
@@ -53,7 +44,7 @@ def test_worker_serves_again_when_restarted_with_another_address(deployment: Dep
 def test_requests_wait_and_succeed_when_docker_compose_restarts_all_workers(deployment: Deployment) -> None:
     made = hurt(deployment, "restart-workers")
     assert made.causes == ("left",) * 4
-    seen(deployment, made, "min_over_time(multiworld_redundancy[W]) == -1 and multiworld_redundancy == 1")
+    deployment.prometheus.wait_for("multiworld_redundancy == 1")
 
 
 def test_no_request_is_lost_when_workers_are_added_and_removed(deployment: Deployment) -> None:
@@ -92,20 +83,3 @@ def test_service_is_unaffected_when_prometheus_is_restarted(deployment: Deployme
     assert not load.failed, load.failed[:3]
     before = deployment.prometheus.query_range("multiworld_redundancy", began_s - 10, began_s)
     assert before, "earlier data is kept"
-
-
-def slot(made: Injection) -> str:
-    """The slot of the first target, as in metrics."""
-    stage, replica = made.targets[0].removeprefix("s").split(".r")
-    return f'stage="{stage}",replica="{replica}"'
-
-
-def seen(deployment: Deployment, made: Injection, expr: str) -> None:
-    """Wait until Prometheus has seen this. [W] is the time since the fault, [B] starts some seconds before it."""
-
-    def has_seen() -> bool:
-        since_s = math.ceil(time.time() - made.at_s)
-        asked = expr.replace("[W", f"[{since_s}s").replace("[B", f"[{since_s + BEFORE_S}s")
-        return bool(deployment.prometheus.query(asked))
-
-    wait_until(has_seen)
