@@ -177,10 +177,6 @@ async def claim(world: World, size_bytes: int) -> None:
     await world.start(plan)
 
 
-async def garbage(world: World) -> None:
-    await world.start_send_message(b"", torch.full((64,), 7, dtype=torch.uint8), 1 - world.rank)
-
-
 Lie = Callable[[Link, int, Any, memoryview], object]
 """Sends something instead of the result of a batch."""
 LIES: dict[str, tuple[Lie, str]] = {
@@ -190,7 +186,6 @@ LIES: dict[str, tuple[Lie, str]] = {
         "keeps an output that it must send",
     ),
     "leader's": (lambda link, *_: link.send(Restart()), "unexpected Restart from a worker"),
-    "garbage": (lambda link, *_: asyncio.ensure_future(garbage(link.world)), "longer than its transfer"),
 }
 """Each of these breaks the link, as do those of tests/unit/scheduling/test_link_outputs.py."""
 
