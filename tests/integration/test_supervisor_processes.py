@@ -35,7 +35,6 @@ def send(text):
     address = "\\0" + os.environ["NOTIFY_SOCKET"][1:]
     socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(text.encode(), address)
 """
-ONE_SIGN_OF_LIFE = SEND + "send('READY=1'); report('up'); signal.pause()"
 DIES = SEND + "send('X_ERROR=OSError: no threads'); sys.exit(1)"
 FORWARDED = """
 import os, signal, sys
@@ -200,19 +199,6 @@ async def test_repeated_kills_leak_nothing(reports: Reports) -> None:
             pid = await reports.next_pid()
         await until(lambda: supervisor.restarts == {0: 20})
         await until(lambda: open_fds() <= fds and threading.active_count() <= threads)
-
-
-async def test_process_is_killed_and_started_again_when_it_gives_no_more_signs_of_life(
-    reports: Reports, caplog: pytest.LogCaptureFixture
-) -> None:
-    with reports.notify.receiving():
-        async with reports.supervisor(ONE_SIGN_OF_LIFE, blocked_timeout_s=0.5, backoff=AT_ONCE) as supervisor:
-            first = await reports.next_pid()
-            assert await reports.next_pid() != first
-            await until(lambda: supervisor.restarts[0] >= 1)  # a slow one may be killed before it has reported
-            assert reports.notify.silent_s(first) == 0, "its pid may be reused"
-    assert "gave no sign of life" in caplog.text
-    assert "ended status=SIGKILL" in caplog.text
 
 
 async def test_process_is_not_restarted_when_its_settings_are_invalid(
