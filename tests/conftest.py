@@ -21,7 +21,7 @@ from multiworld_serving.testing.local_service import LocalService
 from tests.chaos.injections import HEARTBEAT_TIMEOUT_S
 from tests.integration.members import Spawn, members
 from tests.nursery import start_program
-from tests.services import is_whole
+from tests.services import TOKEN, is_whole
 from tests.waiting import wait_until
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # its workers inherit the size of a terminal that they do not have
@@ -108,6 +108,14 @@ def service(running_service: LocalService) -> Iterator[LocalService]:
     """Digits served by two frontends and two leaders, in two stages with two replicas. It must be whole again after each test."""
     yield running_service
     wait_until(lambda: is_whole(running_service))
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the token of services that other processes join."""
+    path = tmp_path_factory.mktemp("access") / "token"
+    path.write_text(TOKEN)
+    return path
 
 
 @pytest.fixture

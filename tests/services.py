@@ -12,6 +12,8 @@ from multiworld_serving.testing.local_service import LocalService, LogLine, metr
 from tests.nursery import ForkedProcess, fork_program
 from tests.waiting import wait_until
 
+TOKEN = "a-secret-of-these-tests"
+
 
 def small_service(**settings: Any) -> LocalService:
     """One stage with one replica of a ResNet-18 with random weights, for images of 32 x 32 pixels; `settings` change or add to that.
@@ -59,7 +61,7 @@ def says(service: LocalService, text: str, after: int = 0) -> LogLine:
 
 @contextlib.contextmanager
 def external_frontend(
-    service: LocalService, token: str, name: str, folder: Path, **settings: object
+    service: LocalService, name: str, folder: Path, **settings: object
 ) -> Iterator[tuple[str, ForkedProcess]]:
     """A frontend with a port of its own: its URL and its process."""
     log = folder / f"{name}.log"
@@ -67,7 +69,7 @@ def external_frontend(
     options += [part for setting, value in settings.items() for part in (option(setting), str(value))]
     with log.open("wb") as stderr:
         process = fork_program(
-            ["frontend", *options], stderr.fileno(), MULTIWORLD_TOKEN=token, MULTIWORLD_HEARTBEAT_TIMEOUT_S="10"
+            ["frontend", *options], stderr.fileno(), MULTIWORLD_TOKEN=TOKEN, MULTIWORLD_HEARTBEAT_TIMEOUT_S="10"
         )
     try:
         wait_until(lambda: f"{name} serves http=" in log.read_text())

@@ -16,9 +16,8 @@ from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import LocalService
 from tests.nursery import Process, fork_program
+from tests.services import TOKEN
 from tests.waiting import wait_until
-
-TOKEN = "a-secret-of-these-tests"
 
 
 @contextmanager

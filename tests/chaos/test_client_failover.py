@@ -4,19 +4,16 @@ import os
 import signal
 from pathlib import Path
 
-from tests.chaos.clients import TOKEN
 from tests.chaos.library_clients import WAIT_S, clients
 from tests.services import external_frontend, small_service
 
 
-def test_no_call_fails_when_frontends_end_in_turn(tmp_path: Path) -> None:
+def test_no_call_fails_when_frontends_end_in_turn(token_file: Path, tmp_path: Path) -> None:
     """One is killed and one is stopped, each with a URL of its own; then those of the last URL are killed."""
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
     with (
-        small_service(frontends=2, token_file=token) as service,
-        external_frontend(service, TOKEN, "first", tmp_path) as (first_url, first),
-        external_frontend(service, TOKEN, "second", tmp_path) as (second_url, second),
+        small_service(frontends=2, token_file=token_file) as service,
+        external_frontend(service, "first", tmp_path) as (first_url, first),
+        external_frontend(service, "second", tmp_path) as (second_url, second),
         clients(first_url, second_url, service.url) as calls,
     ):
         calls.until_answered(20)

@@ -9,22 +9,15 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.testing.local_service import LocalService
-from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
+from tests.chaos.clients import answers, assert_nothing_lost, external_worker, run_load
 from tests.nursery import Process
-from tests.services import service_for_workers
+from tests.services import TOKEN, service_for_workers
 from tests.waiting import wait_until
 
 WAIT_S = 120.0
 EXIT_REFUSED = 2
 EMPTY = "s1.r1"
 """The slot that the three healthy workers leave to the worker of the test."""
-
-
-@pytest.fixture(scope="module")
-def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("access") / "token"
-    path.write_text(TOKEN)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.chaos.clients import TOKEN, external_worker
+from tests.chaos.clients import external_worker
 from tests.e2e.prometheus_server import running_prometheus, wait_until_answers
 from tests.http_server import QuietHandler, serving
 from tests.programs import free_port, process, program
@@ -59,11 +59,10 @@ def alertmanager(folder: Path, webhook_url: str) -> Iterator[str]:
         yield address
 
 
-def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_path: Path) -> None:
+def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(token_file: Path, tmp_path: Path) -> None:
     prometheus_folder = tmp_path / "prometheus"
     prometheus_folder.mkdir()
-    metrics_port, token = free_port(), tmp_path / "token"
-    token.write_text(TOKEN)
+    metrics_port = free_port()
 
     def wait_for(*notification: str) -> None:
         wait_until(lambda: notification in received)
@@ -78,7 +77,7 @@ def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(tmp_
         wait_for("/page", "LeaderDown", "firing")
         # No supervisor replaces a worker that is frozen.
         with (
-            service_for_workers(token, replicas=2, metrics_port=metrics_port, heartbeat_timeout_s=3) as service,
+            service_for_workers(token_file, replicas=2, metrics_port=metrics_port, heartbeat_timeout_s=3) as service,
             external_worker(service.join_address, name="first") as first,
             external_worker(service.join_address, name="second") as second,
         ):

@@ -12,7 +12,7 @@ from multiworld_serving.testing.load.clients import run_load as slow_load_on
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from tests import dashboard_queries as written
-from tests.chaos.clients import TOKEN, external_worker, run_load
+from tests.chaos.clients import external_worker, run_load
 from tests.chaos.injections import make_fault
 from tests.dashboard_queries import dashboard_queries, recorded_names, rules_text, selectors
 from tests.e2e.prometheus_server import PrometheusServer, running_prometheus
@@ -40,15 +40,14 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """One worker was killed and one frozen under load, and both were replaced. A worker of a second service has a metrics port."""
     program("prometheus")
     folder, port = tmp_path_factory.mktemp("watched"), free_port()
-    (folder / "token").write_text(TOKEN)
     with (
         # 3 s: on a busy machine no other worker may be taken for frozen.
         small_service(stages=2, replicas=2, frontends=2, heartbeat_timeout_s=3) as service,
-        service_for_workers(folder / "token") as other,
+        service_for_workers(token_file) as other,
         external_worker(other.join_address, name="metered", options=("--metrics-port", str(port))),
         running_prometheus(folder, service.metrics_url, worker_url=f"http://127.0.0.1:{port}") as prometheus,
     ):

@@ -18,7 +18,6 @@ from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import LocalService, LogLine, start_program
-from tests.chaos.clients import TOKEN
 from tests.e2e.hostile_connections import HOSTILE_CONNECTIONS, SILENT, SLOW_HEAD, HostileConnections, ask, attack
 from tests.e2e.hostile_requests import BODY_LIMIT, HOSTILE_REQUESTS, HostileRequest
 from tests.nursery import ForkedProcess
@@ -68,9 +67,7 @@ def ready(port: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
-    token_file = tmp_path_factory.mktemp("token") / "token"
-    token_file.write_text(TOKEN)
+def service(token_file: Path) -> Iterator[LocalService]:
     with small_service(token_file=token_file) as running:
         yield running
 
@@ -80,7 +77,7 @@ def frontends(service: LocalService, tmp_path_factory: pytest.TempPathFactory) -
     folder, limits = tmp_path_factory.mktemp("frontends"), {"max_body_bytes": BODY_LIMIT, "timeout_s": 20}
     with contextlib.ExitStack() as stack:
         made = {
-            name: stack.enter_context(external_frontend(service, TOKEN, name, folder, **limits))
+            name: stack.enter_context(external_frontend(service, name, folder, **limits))
             for name in ("first", "second")
         }
         yield tuple(Frontend(url, running, folder / f"{name}.log") for name, (url, running) in made.items())

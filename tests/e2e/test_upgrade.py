@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import httpx
 import pytest
 
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
-from tests.services import says
+from tests.services import says, small_service
 
 START_TIMEOUT_S = 2
 PROGRAM = f"""
@@ -36,8 +35,7 @@ def start_program(arguments: Sequence[str]) -> "subprocess.Popen[str]":
 def test_service_continues_when_its_successor_freezes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalService, "start_program", staticmethod(start_program))
     headers = {"content-type": "image/jpeg"}
-    settings: dict[str, Any] = {"image_size": 32, "stages": 1, "replicas": 1, "threads": 1, "heartbeat_timeout_s": 10}
-    with LocalService(model="resnet18", weights="random:0", **settings) as service:
+    with small_service() as service:
         for _ in range(2):
             seen = len(service.lines)
             os.kill(service.pid, signal.SIGUSR2)

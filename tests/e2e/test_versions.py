@@ -19,6 +19,7 @@ from multiworld_serving.models.export.torchvision_models import load_model
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
+from tests.services import small_service
 from tests.versioned_requests import VersionedRequest, versioned_requests
 from tests.waiting import wait_until
 
@@ -42,17 +43,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(weights: Path) -> Iterator[LocalService]:
-    with LocalService(
-        heartbeat_timeout_s=10,
-        timeout_s=100,
-        model=MODEL,
-        weights=FIRST,
-        weights_dir=weights,
-        image_size=SIDE,
-        stages=2,
-        replicas=2,
-        spares=1,
-    ) as running:
+    with small_service(weights_dir=weights, stages=2, replicas=2, spares=1) as running:
         yield running
 
 

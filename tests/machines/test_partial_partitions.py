@@ -15,8 +15,8 @@ from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import served_requests
 from multiworld_serving.testing.local_service import RunningService
-from tests.chaos.clients import TOKEN
 from tests.machines.network import Host, Network, need_namespaces
+from tests.services import TOKEN
 from tests.waiting import wait_for_more, wait_until
 
 LEADERS, FRONTEND, WORKERS = ("10.90.1.1", "10.90.1.2"), "10.90.1.3", ("10.90.1.11", "10.90.1.12")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multiworld_serving.testing.local_service import LocalService, start_program
-from tests.chaos.clients import TOKEN, answers, assert_nothing_lost, external_worker, run_load
+from tests.chaos.clients import answers, assert_nothing_lost, external_worker, run_load
 from tests.machines.network import Host, Network, need_namespaces
 from tests.nursery import Process
 from tests.services import service_for_workers
@@ -79,11 +79,10 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Two workers on separate machines: `sound`, the replica that always stays, and `victim`, whose network gets the faults."""
     need_namespaces()
     folder = tmp_path_factory.mktemp("machines")
-    (folder / "token").write_text(TOKEN)
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(Network())
         leader = network.host("leader", f"{LEADER}/24")
@@ -91,7 +90,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(LocalService, "start_program", staticmethod(start_program))  # in the namespace of this thread
         service = stack.enter_context(
-            service_for_workers(folder / "token", join_host=LEADER, replicas=2, heartbeat_timeout_s=PATIENCE_S)
+            service_for_workers(token_file, join_host=LEADER, replicas=2, heartbeat_timeout_s=PATIENCE_S)
         )
         made = Site(network, leader, service, folder)
         for number, name in enumerate(("sound", "victim"), 11):
