@@ -79,34 +79,29 @@ class Launcher:
             raise
 
 
-class Sections:
-    """The output of several examples that one launcher runs in sequence."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-        self._done: dict[str, dict[str, list[str]]] = {}
-
-    def of(self, example: str) -> dict[str, list[str]]:
-        """The output of each rank, and the launcher's final line."""
-        while example not in self._done:
-            start = len(self._launcher.lines)
-            verdict = self._launcher.read_until(r"^launcher +\| \w+: ")
-            said = defaultdict(list)
-            for line in self._launcher.lines[start:]:
-                label, _, text = line.partition("|")
-                said[label.strip()].append(text.removeprefix(" "))
-            self._done[verdict.partition("| ")[2].partition(":")[0]] = said
-        return self._done[example]
+Said = dict[str, list[str]]
+"""The output of each rank, and the launcher's final line."""
 
 
 @pytest.fixture(scope="module")
-def sections() -> Iterator[Sections]:
+def sections() -> dict[str, Said]:
+    """The output of each example, which one launcher runs in sequence."""
+    examples = (*LAST_RESULTS, "single_world")
     launcher = Launcher(
-        *LAST_RESULTS, "single_world",
+        *examples,
         *("--steps", str(STEPS), "--step-pause-s", "0", "--kill-rank", "1,2", "--after-step", str(KILLED_AFTER)),
-    )  # fmt: skip
-    yield Sections(launcher)
-    launcher.close()
+    )
+    found: dict[str, Said] = {example: defaultdict(list) for example in examples}
+    try:
+        for example in examples:
+            start = len(launcher.lines)
+            launcher.read_until(rf"^launcher +\| {example}: ")
+            for line in launcher.lines[start:]:
+                label, _, text = line.partition("|")
+                found[example][label.strip()].append(text.removeprefix(" "))
+    finally:
+        launcher.close()
+    return found
 
 
 def steps_done(lines: list[str], world: str) -> list[int]:
@@ -116,8 +111,8 @@ def steps_done(lines: list[str], world: str) -> list[int]:
 
 
 @pytest.mark.parametrize("example", LAST_RESULTS)
-def test_other_world_completes_all_steps_when_a_rank_is_killed(example: str, sections: Sections) -> None:
-    said = sections.of(example)
+def test_other_world_completes_all_steps_when_a_rank_is_killed(example: str, sections: dict[str, Said]) -> None:
+    said = sections[example]
     assert said["world1 rank 2"][-1] == "killed by SIGKILL"
     assert steps_done(said["world1 rank 2"], "world1") == list(range(1, KILLED_AFTER + 1))
     for survivor in ("leader", "world1 rank 1"):
