@@ -5,7 +5,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,59 +21,43 @@ socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"WATCHDOG=1", chr(0) + 
 """
 
 
-class Clock:
-    """Stands for the module `time`."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands for the module `time`."""
+    made: Any = SimpleNamespace(now_s=1000.0, monotonic=lambda: made.now_s)
     monkeypatch.setattr(notify, "time", made)
     return made
 
 
-@pytest.fixture
-def sock() -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
-        yield made
+def say(listener: NotifyListener, text: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.sendto(text.encode(), "\0" + listener.environment["NOTIFY_SOCKET"][1:])
 
 
-def address(listener: NotifyListener) -> str:
-    return "\0" + listener.environment["NOTIFY_SOCKET"][1:]
-
-
-async def test_silence_is_counted_from_the_last_message(clock: Clock, sock: socket.socket) -> None:
+async def test_silence_is_counted_from_the_last_message(clock: Any) -> None:
     with NotifyListener() as listener, listener.receiving():
         clock.now_s += 100
         assert listener.silent_s(os.getpid()) == 0, "it never sent anything, so it may still be starting"
-        sock.sendto(b"READY=1", address(listener))
+        say(listener, "READY=1")
         assert listener.silent_s(os.getpid()) == 0
         clock.now_s += 3
         assert listener.silent_s(os.getpid()) == 3
-        sock.sendto(b"WATCHDOG=1", address(listener))
+        say(listener, "WATCHDOG=1")
         assert listener.silent_s(os.getpid()) == 0
         assert listener.silent_s(os.getppid()) == 0
 
 
-async def test_message_counts_as_received_when_this_process_was_blocked_meanwhile(
-    clock: Clock, sock: socket.socket
-) -> None:
+async def test_message_counts_as_received_when_this_process_was_blocked_meanwhile(clock: Any) -> None:
     with NotifyListener() as listener, listener.receiving():
-        sock.sendto(b"READY=1", address(listener))
+        say(listener, "READY=1")
         await asyncio.sleep(0)
         for _ in range(10):
-            sock.sendto(b"WATCHDOG=1", address(listener))
+            say(listener, "WATCHDOG=1")
         clock.now_s += 60  # no turn of the event loop in between
         assert listener.silent_s(os.getpid()) == 0
 
 
-async def test_children_are_told_apart_by_the_kernel_and_not_by_what_they_say(clock: Clock) -> None:
+async def test_children_are_told_apart_by_the_kernel_and_not_by_what_they_say(clock: Any) -> None:
     with NotifyListener() as listener, listener.receiving():
         environment = {**os.environ, **listener.environment}
         command = [sys.executable, "-I", "-S", "-c", SEND]
@@ -86,10 +71,10 @@ async def test_children_are_told_apart_by_the_kernel_and_not_by_what_they_say(cl
         assert listener.silent_s(os.getpid()) == 0
 
 
-async def test_error_of_a_child_is_no_sign_of_life_and_is_told_once(sock: socket.socket) -> None:
+async def test_error_of_a_child_is_no_sign_of_life_and_is_told_once() -> None:
     with NotifyListener() as listener, listener.receiving():
-        sock.sendto(b"STATUS=the file is missing", address(listener))
-        sock.sendto(b"X_ERROR=OSError: no threads", address(listener))
+        say(listener, "STATUS=the file is missing")
+        say(listener, "X_ERROR=OSError: no threads")
         assert listener.silent_s(os.getpid()) == 0
         assert not listener.heard(os.getpid())
         assert [listener.forget(os.getpid()) for _ in range(2)] == [

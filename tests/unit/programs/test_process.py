@@ -19,57 +19,53 @@ from tests.nursery import fork_program
 PATIENCE_S = 60.0
 
 
-class Systemd:
-    """Receives notifications."""
+def receiver(address: str) -> socket.socket:
+    """A socket that receives the notifications for this address."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.bind("\0" + address[1:] if address.startswith("@") else address)
+    made.settimeout(PATIENCE_S)
+    return made
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.sock.bind("\0" + address[1:] if address.startswith("@") else address)
-        self.sock.settimeout(PATIENCE_S)
 
-    def next(self) -> str:
-        return self.sock.recv(100).decode()
-
-    def close(self) -> None:
-        self.sock.close()
+def next_of(receiving: socket.socket) -> str:
+    return receiving.recv(100).decode()
 
 
 @pytest.mark.parametrize("is_path", [True, False], ids=["path", "abstract"])
 async def test_ready_watchdog_and_stopping_are_sent_while_a_service_runs(
     is_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    systemd = Systemd(str(tmp_path / "notify") if is_path else f"@multiworld-test-{os.getpid()}")
-    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
+    address = str(tmp_path / "notify") if is_path else f"@multiworld-test-{os.getpid()}"
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
     monkeypatch.setenv("WATCHDOG_USEC", "20000")
-    async with notify_systemd():
-        assert systemd.next() == "READY=1"
-        for _ in range(3):
-            await asyncio.sleep(0.01)  # the watchdog messages come from this loop
-            assert await asyncio.to_thread(systemd.next) == "WATCHDOG=1"
-        while select.select([systemd.sock], [], [], 0)[0]:  # the queue has room for 10 messages
-            assert systemd.next() == "WATCHDOG=1"
-    assert systemd.next() == "STOPPING=1"
-    systemd.close()
+    with receiver(address) as systemd:
+        async with notify_systemd():
+            assert next_of(systemd) == "READY=1"
+            for _ in range(3):
+                await asyncio.sleep(0.01)  # the watchdog messages come from this loop
+                assert await asyncio.to_thread(next_of, systemd) == "WATCHDOG=1"
+            while select.select([systemd], [], [], 0)[0]:  # the queue has room for 10 messages
+                assert next_of(systemd) == "WATCHDOG=1"
+        assert next_of(systemd) == "STOPPING=1"
 
 
 async def test_ready_is_sent_when_the_queue_of_the_supervisor_is_full(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    supervisor = Systemd(f"@multiworld-test-{os.getpid()}")
-    monkeypatch.setenv("NOTIFY_SOCKET", supervisor.address)
+    address = f"@multiworld-test-{os.getpid()}"
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
     monkeypatch.setattr(process, "SEND_TIMEOUT_S", PATIENCE_S)
-    queued = 0
-    while notify("WATCHDOG=1"):
-        queued += 1
-    assert "cannot notify the supervisor of WATCHDOG=1" in caplog.text
-    reader = threading.Timer(0.1, lambda: [supervisor.next() for _ in range(queued)])
-    reader.start()
-    async with notify_systemd():
-        reader.join()
-        assert await asyncio.to_thread(supervisor.next) == "READY=1"
-    supervisor.close()
+    with receiver(address) as supervisor:
+        queued = 0
+        while notify("WATCHDOG=1"):
+            queued += 1
+        assert "cannot notify the supervisor of WATCHDOG=1" in caplog.text
+        reader = threading.Timer(0.1, lambda: [next_of(supervisor) for _ in range(queued)])
+        reader.start()
+        async with notify_systemd():
+            reader.join()
+            assert await asyncio.to_thread(next_of, supervisor) == "READY=1"
 
 
 @pytest.mark.parametrize(
@@ -78,21 +74,19 @@ async def test_ready_is_sent_when_the_queue_of_the_supervisor_is_full(
     ids=["worker", "serve"],
 )
 def test_program_notifies_systemd_when_it_is_ready(program: list[str], tmp_path: Path) -> None:
-    systemd = Systemd(str(tmp_path / "notify"))
     ports = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"] if program[0] == "serve" else []
     told: dict[str, Any] = {
-        "NOTIFY_SOCKET": systemd.address,
+        "NOTIFY_SOCKET": str(tmp_path / "notify"),
         "WATCHDOG_USEC": "200000",
         "MULTIWORLD_TOKEN": "a-secret-of-this-test",
     }
-    with open(os.devnull, "wb") as devnull:
+    with open(os.devnull, "wb") as devnull, receiver(told["NOTIFY_SOCKET"]) as systemd:
         running = fork_program([*program, *ports], devnull.fileno(), **told)
-    try:
-        assert [systemd.next() for _ in range(3)] == ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]
-    finally:
-        running.kill()
-        running.wait()
-        systemd.close()
+        try:
+            assert [next_of(systemd) for _ in range(3)] == ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]
+        finally:
+            running.kill()
+            running.wait()
 
 
 async def receive(*signals: signal.Signals) -> int:

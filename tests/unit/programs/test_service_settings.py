@@ -51,6 +51,7 @@ def test_leader_accepts_the_tokens_that_the_file_has_now(tmp_path: Path) -> None
     file = tmp_path / "token"
     file.write_text("former\n")
     settings = load(ServeSettings, {**PORTS, "token_file": str(file), "external_workers": True}).with_token()
+    assert settings.secret == b"former"
     leader = passed_on(settings, LeaderSettings)
     frontend = passed_on(settings, FrontendSettings, leader="127.0.0.1:1")
     assert set(leader.accepted_secrets) == {b"former", b"of-the-service"}

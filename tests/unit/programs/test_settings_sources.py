@@ -68,15 +68,11 @@ def test_each_program_uses_its_own_table_of_a_shared_file(toml: WriteToml) -> No
     assert (worker(path).threads, worker(path).device) == (3, "cuda:1")
 
 
-def test_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_variables_and_those_of_kubernetes_services_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIWORLD_STAGES", "")
-    assert serve().stages == 2
-
-
-def test_kubernetes_service_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP_ADDR"):
         monkeypatch.setenv(f"MULTIWORLD_{name}", "10.0.0.1")
-    assert serve().http_port == 8000
+    assert (serve().stages, serve().http_port) == (2, 8000)
 
 
 def test_unknown_variable_is_refused_with_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,14 +165,6 @@ def test_token_is_refused_without_being_shown_when_it_is_blank_or_given_twice(mo
     assert rejection(token_file="b") == "token and token_file are mutually exclusive: give one of them"
     monkeypatch.setenv("MULTIWORLD_TOKEN", "   ")
     assert rejection() == "MULTIWORLD_TOKEN=…: must be at least one character"
-
-
-def test_first_line_of_the_token_file_is_used_during_a_rotation(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text("new\nformer\n")
-    settings = serve(token_file=str(file)).with_token()
-    assert settings.secret == b"new"
-    assert settings.secrets == (b"new", b"former")
 
 
 def test_advertised_address_uses_the_join_port_by_default_and_is_refused_when_it_is_invalid() -> None:
