@@ -10,7 +10,7 @@ import torch
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.common.wire.link import Link
-from multiworld_serving.common.wire.protocol import Kind, Received, WireError
+from multiworld_serving.common.wire.protocol import Body, Kind, Received, WireError
 from multiworld_serving.common.wire.work import Batch, Computed, Release, Restart
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.server.leader.replicas import worker_link
@@ -19,6 +19,9 @@ from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
 from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
 from tests.bundles import PREVIEW
 from tests.waiting import until
+
+PLAN = make_bundle_plan(read_bundle(PREVIEW), 2)[0]
+DIMS = PLAN.spec.output_rows.dims
 
 
 class Posted:
@@ -64,24 +67,23 @@ async def test_outputs_are_released_after_a_while_when_no_batch_takes_them_along
 
 
 @pytest.mark.parametrize(
-    "lie",
-    ["kept with other rows", "kept and not asked for", "other rows", "too few bytes", "other message", "unloaded"],
+    ("lie", "keep", "loaded"),
+    [
+        (Computed(1, 1, (*DIMS, 2), 5), True, True),
+        (Computed(1, 1, DIMS, 5), False, True),
+        (Computed(1, 1, (*DIMS, 2)), True, True),
+        (Computed(1, 1, DIMS), True, True),
+        (Restart(), True, True),
+        (Computed(1, 1, DIMS, 5), True, False),
+    ],
+    ids=["kept with other rows", "kept and not asked for", "other rows", "too few bytes", "other message", "unloaded"],
 )
-def test_output_is_refused_when_it_does_not_match_its_batch(lie: str) -> None:
-    plan = make_bundle_plan(read_bundle(PREVIEW), 2)[0]
-    link, posted, outputs = ready_link(plan)
-    dims, size = plan.spec.output_rows.dims, plan.output_dtype.itemsize * plan.spec.output_rows.dims[0]
-    link.send(SentBatch(1, 0, plan.number, (0,), "r", 0.0), BatchInputs(1, (), None, (), keep="not asked" not in lie))
-    if lie == "unloaded":
-        link.unload(plan.number)
-    found = {
-        "kept with other rows": Computed(1, 1, (*dims, 2), 5),
-        "kept and not asked for": Computed(1, 1, dims, 5),
-        "other rows": Computed(1, 1, (*dims, 2)),
-        "too few bytes": Computed(1, 1, dims),
-        "other message": Restart(),
-        "unloaded": Computed(1, 1, dims, 5),
-    }[lie]
+def test_output_is_refused_when_it_does_not_match_its_batch(lie: Body, keep: bool, loaded: bool) -> None:
+    link, posted, outputs = ready_link(PLAN)
+    link.send(SentBatch(1, 0, PLAN.number, (0,), "r", 0.0), BatchInputs(1, (), None, (), keep=keep))
+    if not loaded:
+        link.unload(PLAN.number)
+    size = PLAN.output_dtype.itemsize * DIMS[0]
     with pytest.raises(WireError):
-        posted.takes[0](Received(Kind.REPLY, 1, found, memoryview(bytearray(size - 1))))
+        posted.takes[0](Received(Kind.REPLY, 1, lie, memoryview(bytearray(size - 1))))
     assert not outputs
