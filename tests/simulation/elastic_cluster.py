@@ -309,11 +309,12 @@ class Cluster:
         self.say(f"{name} starts")
         member.poke()
         self._connect(member)
-        self.at(member, VIEW_CHANGE_S * 2, lambda: self._give_up_joining(member))
 
-    def _give_up_joining(self, member: Member) -> None:
-        if not member.state.view.number:
-            self.perform(member, member.state.leave(ViewChangeError, "no view included this member"))
+        def give_up() -> None:
+            if not member.state.view.number:
+                self.perform(member, member.state.leave(ViewChangeError, "no view included this member"))
+
+        self.at(member, VIEW_CHANGE_S * 2, give_up)
 
     def _alive(self) -> list[Member]:
         return [member for member in self.members.values() if member.status == "running" and not member.frozen]
@@ -372,8 +373,7 @@ class Cluster:
         self.say(f"{pair[0].name} and {pair[1].name} cannot reach each other")
         self._rifts.append(frozenset(member.name for member in pair))
         for world in self._worlds.values():
-            if not world.down and self._torn(world):
-                self._tear(world)
+            self._tear(world)
 
     def _restart(self) -> None:
         if self._coordinator is None:
@@ -521,10 +521,7 @@ class Cluster:
         self.at(member, FORM_S, lambda: self._failed(member, view_number) if member.name not in world.up else None)
         if world.down:
             self.at(member, self._moment(), lambda: self._failed(member, view_number))
-        elif world.came == set(view.ids()):
-            if self._torn(world):
-                self._tear(world)
-                return
+        elif world.came == set(view.ids()) and not self._tear(world):
             for name in view.ids():
                 self.at(self.members[name], self._moment(), lambda name=name: self._up(self.members[name], world))  # type: ignore[misc]
 
@@ -550,18 +547,21 @@ class Cluster:
             other = self.members[name]
             self.at(other, self._moment(), lambda other=other: self._failed(other, world.view.number, suspect))  # type: ignore[misc]
 
-    def _torn(self, world: World) -> bool:
-        return any(pair <= set(world.view.ids()) for pair in self._rifts)
+    def _tear(self, world: World) -> bool:
+        """Break the world if two of its members cannot reach each other. Returns whether they cannot.
 
-    def _tear(self, world: World) -> None:
-        """Rank 0 and each other member monitor each other; two others that lose their connection cannot name the failed one."""
+        Rank 0 and each other member monitor each other; two others that lose their connection cannot name the failed one.
+        """
+        pair = next((pair for pair in self._rifts if pair <= set(world.view.ids())), None)
+        if pair is None or world.down:
+            return False
         world.down = True
-        pair = next(pair for pair in self._rifts if pair <= set(world.view.ids()))
         first = world.view.ids()[0]
         for name in sorted(world.came):
             suspect = next(iter(pair - {name})) if first in pair and name in pair else ""
             other = self.members[name]
             self.at(other, SILENCE_S + self._moment(), lambda o=other, a=suspect: self._failed(o, world.view.number, a))  # type: ignore[misc]
+        return True
 
     def take_part(self, member: Member, view_number: int, key: object, part: Any) -> None:
         """Start an operation. When all members have, it completes at each one at its own time, unless its view ends there before."""

@@ -15,7 +15,6 @@ from multiworld_serving.server.leader.scheduling.events import (
     RequestCancelled,
 )
 from tests.simulation.data_plane import FRONTENDS
-from tests.simulation.scenarios import Fault
 from tests.simulation.workers import HEARTBEAT_TIMEOUT_S, Worker
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 _MAX_EDGE_CUT_S = 2.0
 
 
-def inject_fault(simulator: Simulator, fault: Fault, name: str, random: Random) -> bool:
+def inject_fault(simulator: Simulator, fault: str, name: str, random: Random) -> bool:
     """Inject a fault at the worker with this name. Returns False if it had no effect, or if it could lose requests.
 
     Args:
@@ -71,6 +70,8 @@ def _inject_one(worker: Worker, fault: str, random: Random) -> bool:
             worker.leave()
         case "vanish":
             worker.fail("left", 0.0)
+        case _:
+            raise ValueError(f"unknown fault {fault}")
     return True
 
 

@@ -15,24 +15,6 @@ it sends the next request."""
 ComputeOutcome: TypeAlias = Literal["answer", "raise", "kill", "hang"]
 """The effect of computing a request, on every worker: a normal answer, an exception, the death of the worker, or a hang."""
 
-Fault: TypeAlias = Literal[
-    "kill",
-    "freeze",  # computation blocks, heartbeats continue: only the hang timeout detects it
-    "slow",
-    "flap",  # dies on every batch for a while, sometimes right after joining
-    "raising",  # raises on every batch for a while
-    "cut",  # partition in one or both directions; heals before or after the heartbeat timeout
-    "leave",
-    "vanish",  # leaves without finishing its batches
-    "blackout",  # all replicas of a stage are killed at once
-    "upgrade",  # leaves and rejoins with the next version
-    "garbage",  # events for unknown or removed batches and links, or duplicate events
-    "cut_edges",  # one or all edges to other workers and frontends are cut for a while; the link to the leader works
-    "kill_after_reply",  # dies after the next output that stays at the worker was announced
-    "mass_cancel",
-]
-
-
 CLIENTS = 24
 """Number of clients of a closed load."""
 WORK_S = 0.01
@@ -58,18 +40,14 @@ class Scenario:
     """Mean time from the death of a worker until it serves again."""
     recovery_varies: bool = True
     """True: exponentially distributed. False: constant."""
-    faults: Mapping[Fault, float] = field(default_factory=dict)
-    """Rate of each fault."""
+    faults: Mapping[str, float] = field(default_factory=dict)
+    """Rate of each fault, see `FAULTS`."""
     keys: int = 1
     """Number of keys of the requests; see `RequestArrived.key`."""
     cancelled: float = 0.0
     """Fraction of requests that the client cancels."""
-    poison: float = 0.0
-    """Fraction of requests that kill every worker that computes them."""
-    hanging: float = 0.0
-    """Fraction of requests on which computation hangs."""
-    failing: float = 0.0
-    """Fraction of requests on which the stage always raises."""
+    outcomes: Mapping[ComputeOutcome, float] = field(default_factory=dict)
+    """Fraction of requests with each outcome; the others are answered."""
     flaky: float = 0.0
     """Fraction of batches on which the stage raises once."""
     edges: bool = False
@@ -91,22 +69,23 @@ _ONE_STAGE = SchedulerConfig(
     num_stages=1, max_batch_size=4, window=1, queue_limit=32, hang_timeout_s=1.0, recovery_grace_s=1.0, max_attempts=2
 )
 
-_EVERYTHING: dict[Fault, float] = {
+FAULTS = {
     "kill": 0.6,
-    "freeze": 0.1,
+    "freeze": 0.1,  # computation blocks, heartbeats continue: only the hang timeout detects it
     "slow": 0.2,
-    "flap": 0.05,
-    "raising": 0.05,
-    "cut": 0.2,
+    "flap": 0.05,  # dies on every batch for a while, sometimes right after joining
+    "raising": 0.05,  # raises on every batch for a while
+    "cut": 0.2,  # partition in one or both directions; heals before or after the heartbeat timeout
     "leave": 0.3,
-    "vanish": 0.1,
-    "blackout": 0.03,
-    "garbage": 2.0,
+    "vanish": 0.1,  # leaves without finishing its batches
+    "blackout": 0.03,  # all replicas of a stage are killed at once
+    "garbage": 2.0,  # events for unknown or removed batches and links, or duplicate events
     "mass_cancel": 0.1,
-    "upgrade": 0.5,
-    "cut_edges": 1.0,
-    "kill_after_reply": 0.3,
+    "upgrade": 0.5,  # leaves and rejoins with the next version
+    "cut_edges": 1.0,  # one or all edges to other workers and frontends are cut for a while; the link to the leader works
+    "kill_after_reply": 0.3,  # dies after the next output that stays at the worker was announced
 }
+"""All kinds of faults, and their rates in the scenario `everything`."""
 
 _OVERLOAD = frozenset({"overloaded", "deadline"})
 _LOSSES = _OVERLOAD | {"no_replica", "poison"}
@@ -137,12 +116,12 @@ SCENARIOS = (
         name="losses-in-turn", config=_THREE_STAGES, **_PATIENT, recovery_s=0.2, faults={"kill": 2.0, "leave": 3.0}
     ),
     Scenario(name="batches-that-grow", config=_GROWING, **_PATIENT, recovery_s=0.2, faults={"kill": 1.0, "slow": 1.0}),
-    Scenario(name="poison-without-other-faults", config=_TWO_STAGES, **_VERY_PATIENT, poison=0.003),
+    Scenario(name="poison-without-other-faults", config=_TWO_STAGES, **_VERY_PATIENT, outcomes={"kill": 0.003}),
     Scenario(
         name="failing-requests",
         config=_TWO_STAGES,
         rate=100.0,
-        failing=0.005,
+        outcomes={"raise": 0.005},
         flaky=0.01,
         cancelled=0.05,
         timeout_s=(20.0, 30.0),
@@ -155,8 +134,7 @@ SCENARIOS = (
         rate=40.0,
         recovery_s=0.8,
         faults={"kill": 0.2, "leave": 0.2, "freeze": 0.05},
-        poison=0.002,
-        failing=0.01,
+        outcomes={"kill": 0.002, "raise": 0.01},
         cancelled=0.05,
         allowed_refusals=_ALL_REFUSALS,
     ),
@@ -208,11 +186,9 @@ SCENARIOS = (
         config=_THREE_STAGES,
         edges=True,
         load="bursts",
-        faults=_EVERYTHING,
+        faults=FAULTS,
         cancelled=0.03,
-        poison=0.001,
-        hanging=0.0005,
-        failing=0.002,
+        outcomes={"kill": 0.001, "hang": 0.0005, "raise": 0.002},
         flaky=0.002,
         allowed_refusals=_ALL_REFUSALS,
     ),

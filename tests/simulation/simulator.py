@@ -133,10 +133,8 @@ class Simulator:
 
     def compute_outcome_of(self, send: SendBatch) -> ComputeOutcome:
         """The outcome of computing this batch: that of its first request that is not healthy."""
-        for request in send.requests if self.compute_outcomes else ():
-            if request in self.compute_outcomes:
-                return self.compute_outcomes[request]
-        return "answer"
+        outcomes = (self.compute_outcomes[request] for request in send.requests if request in self.compute_outcomes)
+        return next(outcomes, "answer")
 
     def _perform(self, action: Action, event: Event) -> None:
         match action:

@@ -69,21 +69,20 @@ class Worker:
 
     def receive(self, send: SendBatch, holder: str | None) -> None:
         """Receive a batch and fetch its input; ignored unless it was sent over the current link."""
-        if not self._is_current(send.replica):
-            return
-        if self._event_queue.now_s < self._inbound_blocked_until_s:
-            self._event_queue.at(self._inbound_blocked_until_s, partial(self.receive, send, holder))
-            return
-        self._simulator.data_plane.fetch(send, holder, self, partial(self._input_fetched, send))
+        if self._is_current(send.replica) and not self._is_delayed(partial(self.receive, send, holder)):
+            self._simulator.data_plane.fetch(send, holder, self, partial(self._input_fetched, send))
 
     def release(self, link: str, batch: int) -> None:
         """Free the output of a batch."""
-        if not self._is_current(link):
-            return
-        if self._event_queue.now_s < self._inbound_blocked_until_s:
-            self._event_queue.at(self._inbound_blocked_until_s, partial(self.release, link, batch))
-            return
-        self.retained.pop(batch, None)
+        if self._is_current(link) and not self._is_delayed(partial(self.release, link, batch)):
+            self.retained.pop(batch, None)
+
+    def _is_delayed(self, arrive: Callable[[], None]) -> bool:
+        """Whether a partition delays a message, which arrives when it heals."""
+        is_delayed = self._event_queue.now_s < self._inbound_blocked_until_s
+        if is_delayed:
+            self._event_queue.at(self._inbound_blocked_until_s, arrive)
+        return is_delayed
 
     @property
     def is_stopped(self) -> bool:

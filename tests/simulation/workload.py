@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from tests.simulation.faults import inject_fault
-from tests.simulation.scenarios import CLIENTS, ComputeOutcome, Fault
+from tests.simulation.scenarios import CLIENTS, ComputeOutcome
 from tests.simulation.workers import Worker
 
 if TYPE_CHECKING:
@@ -81,14 +81,9 @@ class Workload:
         return str(number) if number else ""
 
     def _draw_outcome(self) -> ComputeOutcome:
-        scenario, draw = self._scenario, self._random.random()
-        shares: tuple[tuple[ComputeOutcome, float], ...] = (
-            ("kill", scenario.poison),
-            ("hang", scenario.hanging),
-            ("raise", scenario.failing),
-        )
-        for compute_outcome, share in shares:
-            if 0 <= draw < share:
+        draw = self._random.random()
+        for compute_outcome, share in self._scenario.outcomes.items():
+            if draw < share:
                 return compute_outcome
             draw -= share
         return "answer"
@@ -104,10 +99,10 @@ class Workload:
 
     # Faults.
 
-    def _plan(self, fault: Fault, rate: float) -> None:
+    def _plan(self, fault: str, rate: float) -> None:
         self._event_queue.after(self._random.expovariate(rate), partial(self._inject_fault, fault, rate))
 
-    def _inject_fault(self, fault: Fault, rate: float) -> None:
+    def _inject_fault(self, fault: str, rate: float) -> None:
         if self._simulator.ending:
             return
         if self._simulator.workers:

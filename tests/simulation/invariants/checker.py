@@ -29,6 +29,8 @@ them with the model. Unknown causes of broken links and unknown reasons of refus
 
 from __future__ import annotations
 
+from collections import Counter
+
 from multiworld_serving.server.leader.scheduling.actions import (
     Action,
     Answer,
@@ -108,7 +110,7 @@ class Checker:
                 link = self._model.links[action.replica]
                 assert link.draining
                 assert not link.in_flight, "closed a link with batches in flight"
-                assert not link.held, "closed a link that keeps the input of a batch"
+                assert not self._model.holds_inputs(link), "closed a link that keeps the input of a batch"
                 self._model.remove_link(link, self._now_s)
 
     def _check_send(self, action: SendBatch) -> None:
@@ -119,7 +121,7 @@ class Checker:
         assert link.stage == action.stage, "sent to the wrong stage"
         assert link.version == action.version, "sent to the wrong version"
         assert len(link.in_flight) < self._config.window, "window exceeded"
-        assert not link.suspects, "sent over a link that carries a suspect"
+        assert not link.carries_suspect, "sent over a link that carries a suspect"
         batch = self._model.batches.get(action.batch) or self._check_new_batch(action)
         assert tuple(request.id for request in batch.requests) == action.requests, "the requests of a batch changed"
         assert (batch.version, batch.stage, batch.isolated) == (action.version, action.stage, action.isolated)
@@ -134,7 +136,7 @@ class Checker:
         assert action.kind == "first"
         assert action.stage == 0
         assert 1 <= len(action.requests) <= self._config.max_batch_size
-        assert action.version == self._model.current_version(), "a new batch is not of the current version"
+        assert [action.version] == self._model.complete_versions[-1:], "a new batch is not of the current version"
         requests = tuple(self._model.requests[request] for request in action.requests)
         assert all(request.batch is None for request in requests), "a request in two batches"
         assert all(request.deadline_s > self._now_s for request in requests), "sent after the deadline"
@@ -246,17 +248,19 @@ class Checker:
     def _check_state(self) -> None:
         model, config, now_s, scheduler = self._model, self._config, self._now_s, self._scheduler
         assert scheduler.open_requests == len(model.requests), "wrong number of open requests"
-        assert scheduler.queue_depth == len(model.waiting)
-        deadline_s = model.next_deadline_s()
+        self._waiting = model.waiting()
+        assert scheduler.queue_depth == len(self._waiting)
+        deadline_s = min((request.deadline_s for request in model.requests.values()), default=float("inf"))
         assert deadline_s > now_s, "a deadline was missed"
         silent_since_s = self._check_links()
         hang_s = silent_since_s + config.hang_timeout_s
         assert now_s < hang_s, "a silent link was not broken after the hang timeout"
-        self._suspects_present = bool(model.suspects or model.isolated_in_flight) and model.has_suspects()
-        assert not model.abandoned, "a batch without open requests is kept"
+        self._suspects_present = model.has_suspects()
+        assert all(batch.open for batch in model.batches.values()), "a batch without open requests is kept"
+        self._not_in_flight = [batch for batch in model.batches.values() if not batch.copies]
         self._check_work_conserving()
         lost_s = float("inf")
-        if model.waiting and model.empty_since_s and len(model.versions_seen) == 1:
+        if self._waiting and model.empty_since_s and len(model.versions_seen) == 1:
             lost_s = min(model.empty_since_s.values()) + config.recovery_grace_s
             assert now_s < lost_s, "requests wait for a stage after the recovery grace"
         self._check_wakeup(min(deadline_s, hang_s, lost_s))
@@ -270,14 +274,18 @@ class Checker:
             if in_flight_count:
                 silent_since_s = min(silent_since_s, link.silent_since_s)
             else:
-                assert not link.draining or link.held, "a drained link was not closed"
+                assert not link.draining or self._model.holds_inputs(link), "a drained link was not closed"
         return silent_since_s
 
     def _check_wakeup(self, due_s: float) -> None:
         """Assert that the wakeup is in the future and not after the next due time."""
-        model, wakeup_s = self._model, self._wakeup_s
+        model, config, wakeup_s = self._model, self._config, self._wakeup_s
         assert wakeup_s is None or wakeup_s > self._now_s, "a wakeup in the past"
-        if model.waiting and not (model.not_in_flight or self._suspects_present) and model.first_stage_has_room():
+        if (
+            self._waiting
+            and not (self._not_in_flight or self._suspects_present)
+            and model.first_stage_has_room(config.window)
+        ):
             due_s = min(due_s, model.batch_due_s())
         if due_s < float("inf"):
             assert wakeup_s is not None, "no wakeup although something becomes due"
@@ -288,20 +296,20 @@ class Checker:
         model, config = self._model, self._config
         if self._suspects_present:
             return
-        for batch in model.not_in_flight.values():
+        for batch in self._not_in_flight:
             assert not batch.input_lost, f"batch {batch.id} waits without an input"
             replicas = model.replicas(batch.stage, batch.version)
             assert replicas or not model.complete_versions, f"batch {batch.id} is stranded"
-            for link in replicas.values():
+            for link in replicas:
                 has_room = len(link.in_flight) < config.window and link.id != batch.failed_on
                 assert not has_room, f"batch {batch.id} waits while {link.id} has room"
-        if model.not_in_flight or not model.waiting or not model.first_stage_has_room():
+        if self._not_in_flight or not self._waiting or not model.first_stage_has_room(config.window):
             return
-        full = max(model.waiting_in.values()) >= config.max_batch_size or model.draining
-        assert not full, "a full batch waits while the first stage has room"
-        assert not (config.adaptive_batching and model.first_stage_has_idle_replica()), (
-            "requests wait while a replica idles"
+        full = (
+            max(Counter(request.key for request in self._waiting).values()) >= config.max_batch_size or model.draining
         )
+        assert not full, "a full batch waits while the first stage has room"
+        assert not (config.adaptive_batching and model.first_stage_has_room(1)), "requests wait while a replica idles"
         assert self._now_s < model.batch_due_s(), "requests wait while the first stage has room"
 
     def _batch(self, batch_id: int) -> BatchEntry:

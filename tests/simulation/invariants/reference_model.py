@@ -1,14 +1,8 @@
-"""The checker's model of requests, links and batches, derived from events and actions only.
-
-All values that the checker needs after each event are updated incrementally, so that it checks a million events per minute.
-"""
+"""The checker's model of requests, links and batches, derived from events and actions only."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from multiworld_serving.server.leader.scheduling.actions import SendBatch
 from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
@@ -50,13 +44,14 @@ class LinkEntry:
     version: str
     draining: bool = False
     in_flight: dict[int, BatchEntry] = field(default_factory=dict)
-    suspects: int = 0
-    """Isolated batches in flight."""
-    held: dict[int, BatchEntry] = field(default_factory=dict)
-    """Batches whose input it keeps."""
     failures: int = 0
     """Batches that raised on this link."""
     silent_since_s: float = 0.0
+
+    @property
+    def carries_suspect(self) -> bool:
+        """Whether an isolated batch is in flight."""
+        return any(batch.isolated for batch in self.in_flight.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +60,6 @@ class BatchEntry:
     version: str
     requests: tuple[RequestEntry, ...]
     isolated: bool
-    open: int
-    """Number of open requests."""
     stage: int = 0
     sent: bool = False
     """Was sent at this stage."""
@@ -82,6 +75,11 @@ class BatchEntry:
     hedged_link: str | None = None
     """The link on which it was late, and was hedged."""
 
+    @property
+    def open(self) -> bool:
+        """Whether one of its requests is open."""
+        return any(request.batch is self for request in self.requests)
+
     def open_requests(self) -> list[RequestEntry]:
         return [request for request in self.requests if request.batch is self]
 
@@ -93,40 +91,27 @@ class ReferenceModel:
         self.num_stages = config.num_stages
         self._config = config
         self.requests: dict[int, RequestEntry] = {}
-        self.waiting: dict[int, RequestEntry] = {}
-        """Open requests in no batch."""
-        self.waiting_in: Counter[str] = Counter()
-        """Their number by key."""
-        self.suspects: dict[int, RequestEntry] = {}
-        """Open suspects."""
         self.links: dict[str, LinkEntry] = {}
         self.batches: dict[int, BatchEntry] = {}
-        self.not_in_flight: dict[int, BatchEntry] = {}
-        """Batches without a copy in flight."""
-        self.abandoned: dict[int, BatchEntry] = {}
-        """Batches without open requests."""
         self.longest_work_s = 0.0
         """Longest time that a replica of the first stage took for a batch."""
-        self.isolated_in_flight = 0
         self.refunded_rows = 0
         """Rows of hedged batches whose link was lost."""
         self.newest_batch = 0
         self.was_complete = False
         self.complete_versions: list[str] = []
-        """Versions of which every stage has a replica."""
+        """Versions of which every stage has a replica, oldest first."""
         self.empty_since_s: dict[tuple[str, int], float] = {}
         self.versions_seen: set[str] = set()
         self._versions: list[str] = []
         """In the order of first appearance."""
-        self._replicas: dict[tuple[str, int], dict[str, LinkEntry]] = {}
-        self._deadlines: list[tuple[float, int]] = []
         self.draining = False
 
     def apply(self, event: Event, now_s: float) -> BatchEntry | None:
         """Apply an event. Returns the batch whose result, output or error, has arrived and can be used."""
         match event:
             case RequestArrived():
-                self._arrive(event, now_s)
+                self.requests[event.request] = RequestEntry(event.request, event.deadline_s, now_s, event.key)
             case RequestCancelled():
                 if (request := self.requests.get(event.request)) is not None:
                     self.close(request)
@@ -148,41 +133,20 @@ class ReferenceModel:
 
     # Requests.
 
-    def _arrive(self, event: RequestArrived, now_s: float) -> None:
-        entry = self.requests[event.request] = RequestEntry(event.request, event.deadline_s, now_s, event.key)
-        self._wait(entry)
-        heappush(self._deadlines, (event.deadline_s, event.request))
-
-    def _suspect(self, request: RequestEntry) -> None:
-        request.suspect = True
-        self.suspects[request.id] = request
-
     def close(self, request: RequestEntry) -> None:
         """Close a request that was answered, refused or cancelled."""
         del self.requests[request.id]
-        self.suspects.pop(request.id, None)
-        batch, request.batch = request.batch, None
-        if batch is None:
-            self._wait_no_more(request)
-        else:
-            batch.open -= 1
-            if not batch.open:
-                self.abandoned[batch.id] = batch
+        request.batch = None
 
-    def _wait(self, request: RequestEntry) -> None:
-        self.waiting[request.id] = request
-        self.waiting_in[request.key] += 1
+    def waiting(self) -> list[RequestEntry]:
+        """Open requests in no batch."""
+        return [request for request in self.requests.values() if request.batch is None]
 
-    def _wait_no_more(self, request: RequestEntry) -> None:
-        del self.waiting[request.id]
-        self.waiting_in[request.key] -= 1
-
-    def next_deadline_s(self) -> float:
-        """Earliest deadline of all open requests; infinity if there are none."""
-        deadlines = self._deadlines
-        while deadlines and deadlines[0][1] not in self.requests:
-            heappop(deadlines)
-        return deadlines[0][0] if deadlines else float("inf")
+    def has_suspects(self) -> bool:
+        """Whether a request is isolated or may be."""
+        return any(link.carries_suspect for link in self.links.values()) or any(
+            request.suspect and (request.batch is None or request.batch.isolated) for request in self.requests.values()
+        )
 
     # Links.
 
@@ -190,11 +154,10 @@ class ReferenceModel:
         self.versions_seen.add(event.version)
         if event.replica in self.links:
             return
-        link = self.links[event.replica] = LinkEntry(event.replica, event.stage, event.version)
+        self.links[event.replica] = LinkEntry(event.replica, event.stage, event.version)
         for stage in range(self.num_stages):
             if not self.replicas(stage, event.version):
                 self.empty_since_s.setdefault((event.version, stage), now_s)
-        self._replicas.setdefault((event.version, event.stage), {})[link.id] = link
         self.empty_since_s.pop((event.version, event.stage), None)
         if event.version not in self._versions:
             self._versions.append(event.version)
@@ -203,9 +166,7 @@ class ReferenceModel:
     def _drain_link(self, link: LinkEntry, now_s: float) -> None:
         """Mark a link as draining: it gets no new batch."""
         link.draining = True
-        replicas = self._replicas[link.version, link.stage]
-        del replicas[link.id]
-        if not replicas:
+        if not self.replicas(link.stage, link.version):
             self.empty_since_s.setdefault((link.version, link.stage), now_s)
         self._links_changed()
 
@@ -227,33 +188,34 @@ class ReferenceModel:
                 )
             if any(request.worlds_broken >= self._config.max_attempts - 1 for request in requests):
                 for request in requests:
-                    self._suspect(request)
+                    request.suspect = True
         self.remove_link(link, now_s)
 
     def remove_link(self, link: LinkEntry, now_s: float) -> None:
         if not link.draining:
             self._drain_link(link, now_s)
         del self.links[link.id]
-        self.isolated_in_flight -= link.suspects
         for batch in link.in_flight.values():
-            self._drop_copy(batch, link.id)
-        for batch in list(link.held.values()):
-            self._lose_input(batch)
+            batch.copies.discard(link.id)
+        for batch in self.batches.values():
+            if batch.holder is link:
+                batch.input_lost, batch.holder = True, None
         self._links_changed()
 
-    def replicas(self, stage: int, version: str) -> dict[str, LinkEntry]:
-        """Links of the stage that are ready and not draining."""
-        return self._replicas.get((version, stage), {})
+    def holds_inputs(self, link: LinkEntry) -> bool:
+        """Whether this link keeps the input of a batch."""
+        return any(batch.holder is link for batch in self.batches.values())
 
-    def current_version(self) -> str | None:
-        return next((version for version in reversed(self._versions) if version in self.complete_versions), None)
+    def replicas(self, stage: int, version: str) -> list[LinkEntry]:
+        """Links of the stage that are ready and not draining."""
+        found = (link for link in self.links.values() if link.stage == stage and not link.draining)
+        return [link for link in found if link.version == version]
 
     def _links_changed(self) -> None:
-        stages: dict[str, set[int]] = {}
-        for (version, stage), replicas in self._replicas.items():
-            if replicas:
-                stages.setdefault(version, set()).add(stage)
-        self.complete_versions = [version for version, found in stages.items() if len(found) == self.num_stages]
+        stages = range(self.num_stages)
+        self.complete_versions = [
+            version for version in self._versions if all(self.replicas(stage, version) for stage in stages)
+        ]
         if self.complete_versions:
             self.was_complete = True
             alive = {link.version for link in self.links.values()}
@@ -263,10 +225,8 @@ class ReferenceModel:
 
     def open_batch(self, action: SendBatch, requests: tuple[RequestEntry, ...]) -> BatchEntry:
         self.newest_batch = action.batch
-        batch = BatchEntry(action.batch, action.version, requests, action.isolated, open=len(requests))
-        self.batches[batch.id] = self.not_in_flight[batch.id] = batch
+        batch = self.batches[action.batch] = BatchEntry(action.batch, action.version, requests, action.isolated)
         for request in requests:
-            self._wait_no_more(request)
             request.batch = batch
         return batch
 
@@ -275,10 +235,7 @@ class ReferenceModel:
         if not link.in_flight:
             link.silent_since_s = now_s
         link.in_flight[batch.id] = batch
-        link.suspects += batch.isolated
-        self.isolated_in_flight += batch.isolated
         batch.copies.add(link.id)
-        self.not_in_flight.pop(batch.id, None)
         batch.sent, batch.lost, batch.failed_on = True, False, None
 
     def _return_copy(self, batch_id: int, link_id: str, now_s: float) -> BatchEntry | None:
@@ -287,13 +244,11 @@ class ReferenceModel:
         batch = link.in_flight.pop(batch_id, None) if link else None
         if link is None or batch is None:
             return None
-        link.suspects -= batch.isolated
-        self.isolated_in_flight -= batch.isolated
         if link.stage == 0:
             self.longest_work_s = max(self.longest_work_s, now_s - link.silent_since_s)
         link.silent_since_s = now_s
         wanted = link_id in batch.copies
-        self._drop_copy(batch, link_id)
+        batch.copies.discard(link_id)
         return batch if wanted else None
 
     def _fail_copy(self, event: BatchFailed, now_s: float) -> BatchEntry | None:
@@ -305,78 +260,40 @@ class ReferenceModel:
             batch.failed_on = event.replica
             for request in batch.open_requests():
                 request.errors += 1
-                self._suspect(request)
+                request.suspect = True
         return batch
-
-    def _drop_copy(self, batch: BatchEntry, link_id: str) -> None:
-        batch.copies.discard(link_id)
-        if not batch.copies and batch.id in self.batches:
-            self.not_in_flight[batch.id] = batch
 
     def advance(self, batch: BatchEntry, holder: LinkEntry | None) -> None:
         """Move a batch to the next stage and reset its state there. `holder` keeps its input."""
-        self._hold(batch, holder)
-        batch.input_lost = False
+        batch.holder, batch.input_lost = holder, False
         batch.stage += 1
         batch.sent, batch.lost, batch.failed_on, batch.retries = False, False, None, 0
         batch.copies.clear()
-        self.not_in_flight[batch.id] = batch
-
-    def _lose_input(self, batch: BatchEntry | None) -> None:
-        if batch is not None:
-            batch.input_lost = True
-            self._hold(batch, None)
-
-    def _hold(self, batch: BatchEntry, holder: LinkEntry | None) -> None:
-        if batch.holder is not None:
-            del batch.holder.held[batch.id]
-        if holder is not None:
-            holder.held[batch.id] = batch
-        batch.holder = holder
 
     def drop_batch(self, batch: BatchEntry) -> None:
         """Remove a batch; its open requests wait again."""
-        self._hold(batch, None)
         batch.copies.clear()
         del self.batches[batch.id]
-        self.not_in_flight.pop(batch.id, None)
-        self.abandoned.pop(batch.id, None)
         for request in batch.open_requests():
             request.batch = None
             request.inputs_lost += batch.input_lost
-            self._wait(request)
 
     # Queries.
 
     def batch_due_s(self) -> float:
         """Latest send time of the oldest request. With adaptive batching it may wait as long as a replica may be busy."""
         config = self._config
-        due_s = min(request.arrived_s for request in self.waiting.values()) + config.batch_timeout_s
+        due_s = min(request.arrived_s for request in self.waiting()) + config.batch_timeout_s
         if config.adaptive_batching:
-            replicas = [link for version in self.complete_versions for link in self.replicas(0, version).values()]
+            replicas = [link for version in self.complete_versions for link in self.replicas(0, version)]
             busy_since_s = max((link.silent_since_s for link in replicas if link.in_flight), default=0.0)
             due_s = max(due_s, busy_since_s + config.window * self.longest_work_s)
         return due_s
 
-    def first_stage_has_room(self) -> bool:
-        """Whether the first stage of every complete version has a replica with room in its window."""
-        return bool(self.complete_versions) and self._first_stages_have(
-            lambda link: len(link.in_flight) < self._config.window
-        )
-
-    def first_stage_has_idle_replica(self) -> bool:
-        """Whether the first stage of every complete version has an idle replica."""
-        return self._first_stages_have(lambda link: not link.in_flight)
-
-    def _first_stages_have(self, wanted: Callable[[LinkEntry], bool]) -> bool:
-        stages = (self.replicas(0, version) for version in self.complete_versions)
-        return all(any(map(wanted, links.values())) for links in stages)
-
-    def has_suspects(self) -> bool:
-        """Whether a request is isolated or may be."""
-        return self.isolated_in_flight > 0 or any(
-            request.batch is None or request.batch.isolated for request in self.suspects.values()
-        )
+    def first_stage_has_room(self, window: int) -> bool:
+        """Whether the first stage of every complete version has a replica with less than `window` batches in flight."""
+        first_stages = [self.replicas(0, version) for version in self.complete_versions]
+        return bool(first_stages) and all(any(len(link.in_flight) < window for link in links) for links in first_stages)
 
     def stage_is_lost(self, request: RequestEntry, now_s: float) -> bool:
         """Whether the stage that the request needs (any stage, if it is queued) has been empty for the recovery grace."""
