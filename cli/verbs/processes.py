@@ -1,7 +1,9 @@
 """`multiworld serve`, `frontend`, `leader` and `worker`: the processes of the service."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from multiworld_serving.cli import command
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.logs import configure_logging
 from multiworld_serving.common.config.settings import Options, setting
@@ -31,10 +33,9 @@ def serve(settings: ServeSettings) -> int:
     """
     if settings.launcher == "ray":
         return int(_ray_launcher().serve(settings))
-    from multiworld_serving.cli.main import run as run_command
     from multiworld_serving.server.supervisor.service import run
 
-    return run(settings, run_command)
+    return run(settings, partial(command.run, {each.__name__: each for each in (frontend, leader, worker)}))
 
 
 def _ray_launcher() -> "ModuleType":

@@ -13,11 +13,11 @@ from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
-from multiworld import AskError, JoinError, World, WorldError
+from multiworld import AskError, JoinError, World, WorldError, WorldManager
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.service.errors import StageError
 from multiworld_serving.common.service.messages import (
@@ -34,18 +34,17 @@ from multiworld_serving.common.service.messages import (
     parse_rows,
 )
 from multiworld_serving.common.service.predictor import Prediction, ServedModel
-from multiworld_serving.common.service.snapshots import FrontendSnapshot
+from multiworld_serving.common.service.snapshots import FrontendSnapshot, PipelineSnapshot
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.wire.inputs import RowsLost, RowsLostError
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer, JoinRequest, parse_join_request
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.protocol import Kind, Received, Reply, WireError, encode, rows_payload
 from multiworld_serving.server.leader.metrics import LeaderMetrics
+from multiworld_serving.server.leader.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.leader.pipeline.inputs import RemoteInput, RequestInput
 from multiworld_serving.server.leader.pipeline.requests import PendingRequest
-
-if TYPE_CHECKING:  # it imports this module
-    from multiworld_serving.server.leader.leader import Leader
+from multiworld_serving.server.leader.serving import Serving
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,24 @@ _INFORM_S = 60.0
 """Longest wait until a frontend knows the state, and has no request that needs a leader that rejects requests."""
 
 
+class SessionLeader(Protocol):
+    """What the sessions of frontends use of their leader."""
+
+    manager: WorldManager
+    driver: SchedulerDriver
+    serving: Serving
+
+    @property
+    def join_port(self) -> int:
+        """The port on which frontends and workers join."""
+
+    def offer_worker(self, request: JoinRequest, host: str) -> JoinOffer:
+        """Offer a world to a worker. Raises AskError if it may not join."""
+
+    def snapshot(self) -> PipelineSnapshot:
+        """The state for frontends."""
+
+
 class FrontendSessions:
     """All frontends of a leader.
 
@@ -65,7 +82,9 @@ class FrontendSessions:
         leader: computes their requests.
     """
 
-    def __init__(self, settings: LeaderSettings, model: ServedModel, leader: Leader, metrics: LeaderMetrics) -> None:
+    def __init__(
+        self, settings: LeaderSettings, model: ServedModel, leader: SessionLeader, metrics: LeaderMetrics
+    ) -> None:
         self.name = settings.name
         self.model = model
         self.leader = leader

@@ -8,25 +8,47 @@ import logging
 import os
 import random
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 from multiworld import AskError, WorldError, WorldManager
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.service.messages import FRONTEND_PROTOCOL, MAX_BYTES, LeaderState, Metrics, Scrape
+from multiworld_serving.common.edges.edges import Edges
+from multiworld_serving.common.service.messages import FRONTEND_PROTOCOL, MAX_BYTES, Done, LeaderState, Metrics, Scrape
+from multiworld_serving.common.service.predictor import ServedModel
 from multiworld_serving.common.service.snapshots import LeaderCondition, LeaderSnapshot
 from multiworld_serving.common.settings.serve import FrontendSettings
 from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.protocol import Received, WireError
-
-if TYPE_CHECKING:  # it imports this module
-    from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 
 logger = logging.getLogger(__name__)
 
 _LEADER_RANK = 0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+
+class LinkOwner(Protocol):
+    """What a link uses of the pool that owns it."""
+
+    name: str
+    edges: Edges
+    metrics: FrontendMetrics
+
+    @property
+    def links(self) -> Sequence[LeaderLink]:
+        """All links of the pool."""
+
+    def check_model(self, model: ServedModel | None, leader: LeaderLink) -> None:
+        """Raise ValueError if this model does not fit."""
+
+    def on_state(self) -> None:
+        """Called when the state of a leader has changed."""
+
+    async def wait_idle(self) -> Done:
+        """Wait until no request needs a leader that drains. Returns the reply to that leader."""
 
 
 class LeaderLink:
@@ -47,7 +69,7 @@ class LeaderLink:
         self,
         address: Address,
         settings: FrontendSettings,
-        pool: LeaderPool,
+        pool: LinkOwner,
         number: int = 0,
     ) -> None:
         self.address = address
