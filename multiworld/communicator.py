@@ -48,7 +48,7 @@ class WorldCommunicator:
         self._manager = manager
 
     def is_broken(self, world_name: str) -> bool:
-        """Whether the world cannot be used: it broke, was closed or removed, or was never opened here."""
+        """Return whether the world cannot be used: it broke, was closed or removed, or was never opened here."""
         return self._manager.is_broken(world_name)
 
     # -- point to point --------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class HeartbeatConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig(WorldFacts):
-    """The settings of one member of a world. Raises ValueError for an invalid rank, size or port.
+    """Holds the settings of one member of a world. Raises ValueError for an invalid rank, size or port.
 
     Attributes:
         generation: the generation of `name` to join; 0 lets rank 0 choose.

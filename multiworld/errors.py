@@ -39,7 +39,7 @@ class MultiWorldError(Exception):
 
 
 class WorldError(MultiWorldError):
-    """An error of one world.
+    """Reports an error of one world.
 
     Attributes:
         world_name: the name of the world.
@@ -84,12 +84,12 @@ class BrokenWorldException(WorldError):  # noqa: N818 - pymultiworld's users cat
 
     @property
     def _world_name(self) -> str:
-        """The name of `world_name` in pymultiworld."""
+        """Return the name of `world_name` in pymultiworld."""
         return self.world_name
 
     @property
     def _msg(self) -> str:
-        """The name of `message` in pymultiworld."""
+        """Return the name of `message` in pymultiworld."""
         return self.message
 
 

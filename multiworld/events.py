@@ -17,7 +17,7 @@ _QUEUE_LIMIT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class WorldEvent:
-    """A state change of one world.
+    """Reports a state change of one world.
 
     Attributes:
         cause, rank: the cause and the rank of the failed member (-1 if not known); None unless `kind` is "broken".

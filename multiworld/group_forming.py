@@ -120,7 +120,7 @@ def _read_address(store: Store, former: str, until_s: float) -> str:
 
 
 def _own_address(store: Store) -> str:
-    """The local address of the route to the store. The loopback address if the store has no address, as a FileStore."""
+    """Return the local address of the route to the store. A store without an address, such as a FileStore, gets the loopback address."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     host, port = getattr(store, "host", ""), getattr(store, "port", 0)

@@ -116,7 +116,7 @@ class WorldManager:
 
     @property
     def worlds(self) -> dict[str, World]:
-        """The worlds of this process by name, as a copy. Includes the latest 1000 ended worlds that were not removed or replaced."""
+        """Return the worlds of this process by name, as a copy. Includes the latest 1000 ended worlds that were not removed or replaced."""
         return dict(self._worlds)
 
     def events(self) -> AsyncIterator[WorldEvent]:
@@ -131,7 +131,7 @@ class WorldManager:
             raise WorldNotFoundError(world_name, "not initialized in this process, or removed") from None
 
     def is_broken(self, world_name: str) -> bool:
-        """Whether the world cannot be used: it broke, was closed or removed, or was never opened here."""
+        """Return whether the world cannot be used: it broke, was closed or removed, or was never opened here."""
         world = self._worlds.get(world_name)
         return world is None or world.state.ended
 

@@ -91,7 +91,7 @@ class PendingOperations:
                 raise
 
     def unacknowledged(self) -> list[int]:
-        """The ranks whose hosts do not acknowledge the data that was sent to them. Takes no lock."""
+        """Return the ranks whose hosts do not acknowledge the data that was sent to them. Takes no lock."""
         return [peer for peer, connection in list(self._connections.items()) if connection.is_unacknowledged()]
 
     def start(self, operation: Operation, timeout_s: float | None) -> Operation:

@@ -122,7 +122,7 @@ class WorldProcessGroup(ProcessGroup):
 
     @property
     def failure(self) -> BrokenWorldException | None:
-        """Why the group broke, with the rank of the lost member; None while it works and after `close`."""
+        """Return why the group broke, with the rank of the lost member; None while it works and after `close`."""
         return self.world.failure
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class WorldProcessGroup(ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name that torch has registered the group by; by default that of its world."""
+        """Return the name that torch has registered the group by; by default that of its world."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -234,7 +234,7 @@ class WorldProcessGroup(ProcessGroup):
     # -- inside ----------------------------------------------------------------------------------------------------------------
 
     def _split(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-        """The parts for each rank: of equal size if there are no sizes. Raises ValueError if that is not possible."""
+        """Return the parts for each rank: of equal size if there are no sizes. Raises ValueError if that is not possible."""
         if not sizes and tensor.shape[0] % self.world.size:
             raise ValueError(f"all_to_all: {tensor.shape[0]} rows cannot be divided among {self.world.size} ranks")
         return list(torch.split(tensor, sizes or [tensor.shape[0] // self.world.size] * self.world.size))
@@ -272,7 +272,7 @@ async def _carry_out(world: World, operations: Sequence[Operation], timeout_s: f
 
 
 def _reduction(opts: Any) -> Any:
-    """The reduction of the options of an operation, or the reduction itself."""
+    """Return the reduction of the options of an operation, or the reduction itself."""
     return getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts)
 
 

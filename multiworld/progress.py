@@ -188,7 +188,7 @@ class WorldWork(Work):
         return self._outcome.done() and self._outcome.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error of the world; None while the operation is pending and after it has succeeded."""
+        """Return the error of the world; None while the operation is pending and after it has succeeded."""
         return self._outcome.exception() if self._outcome.done() else None
 
     def result(self) -> list[Any]:

@@ -46,7 +46,7 @@ _JOIN_S = 5.0
 
 
 class Transport(StrEnum):
-    """How two members of a world exchange data."""
+    """Tells how two members of a world exchange data."""
 
     SHARED_MEMORY = "shared memory"
     TCP = "tcp"

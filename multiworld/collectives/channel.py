@@ -25,7 +25,7 @@ OPERAND, RESULT = 0, 1
 
 
 class CollectiveChannel:
-    """The messages of one collective.
+    """Sends and receives the messages of one collective.
 
     Attributes:
         name: name of the collective.

@@ -124,7 +124,7 @@ def all_to_all(facts: WorldFacts, outputs: Sequence[Tensor], inputs: Sequence[Te
 def _exchange(
     facts: WorldFacts, signature: str, staged: bool, *, sent: _Tensors, received: _Tensors, post: _Post
 ) -> Collective:
-    """A collective that moves tensors between ranks.
+    """Return a collective that moves tensors between ranks.
 
     Args:
         sent: a single tensor is sent whole to each of its ranks.

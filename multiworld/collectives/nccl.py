@@ -54,7 +54,7 @@ _NCCL_DEFAULTS = {
 
 
 def uses_nccl(backend: str) -> bool:
-    """Whether a backend, or a list as in c10d such as `"cpu:gloo,cuda:nccl"`, has NCCL for CUDA tensors.
+    """Return whether a backend, or a list as in c10d such as `"cpu:gloo,cuda:nccl"`, has NCCL for CUDA tensors.
 
     "gloo" and "tcp" are other names of "multiworld". Raises ValueError for a backend that is unknown or not available here.
     """
@@ -76,7 +76,7 @@ def uses_nccl(backend: str) -> bool:
 
 
 def check_nccl_device(device: torch.device) -> torch.device:
-    """The CUDA device for NCCL, with an index: the current device unless `device` has an index.
+    """Return the CUDA device for NCCL, with an index: the current device unless `device` has an index.
 
     Raises ValueError when the device does not exist.
     """
@@ -153,7 +153,7 @@ _unfinished: list[tuple[Collective, Work]] = []
 
 
 def _has_completed(work: Work) -> bool:
-    """Whether the operation has completed. False if CUDA cannot tell."""
+    """Return whether the operation has completed. False if CUDA cannot tell."""
     try:
         return work.is_completed()
     except Exception:  # noqa: BLE001

@@ -114,7 +114,7 @@ def barrier(_facts: WorldFacts) -> Collective:
 
 
 def _checked(what: str, facts: WorldFacts, tensor: Tensor, op: AnyReduceOp) -> str:
-    """The name of a `ReduceOp`, such as "SUM", that the backend of `tensor` supports for its dtype. NCCL checks dtypes itself.
+    """Return the name of a `ReduceOp`, such as "SUM", that the backend of `tensor` supports for its dtype. NCCL checks dtypes itself.
 
     Raises ValueError for an unknown operation, TypeError for the dtype.
     """

@@ -162,7 +162,7 @@ async def resolve(addr: str) -> list[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """Why an attempt to connect failed, as text."""
+    """Return why an attempt to connect failed, as text."""
     if isinstance(error, TimeoutError | BlockingIOError):
         return "no answer"
     if isinstance(error, OSError) and error.errno and error.errno > 0:  # not of the resolver

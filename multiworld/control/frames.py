@@ -129,7 +129,7 @@ def decode_frame(body: bytes | bytearray) -> Frame:
 
 
 def decode_length(data: bytes | bytearray, limit_bytes: int, at: int = 0) -> int:
-    """The length of the frame that begins at `at`. Raises FrameError when it exceeds the limit."""
+    """Return the length of the frame that begins at `at`. Raises FrameError when it exceeds the limit."""
     length = int(_LENGTH.unpack_from(data, at)[0])
     if length > limit_bytes:
         raise FrameError(f"a frame of {length} bytes; at most {limit_bytes} are allowed")

@@ -112,7 +112,7 @@ class ControlLoop:
 
     @property
     def running(self) -> bool:
-        """Whether the thread is alive."""
+        """Return whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:

@@ -140,7 +140,7 @@ class MemberAgent:
 
     @contextlib.contextmanager
     def world_of(self, view_number: int) -> Iterator[World | None]:
-        """The world of this view, None in a view of one member, for operations in the context.
+        """Return the world of this view, None in a view of one member, for operations in the context.
 
         It is the world itself, not its name, because the world of the next view has the same name: an operation that starts after the end
         of its view fails. Raises BrokenWorldException when the view has ended, ElasticError when this process is not a member.

@@ -71,7 +71,7 @@ class AllReduceHandle:
 
 @dataclass(frozen=True, slots=True)
 class AllReduceOutcome:
-    """The outcome of a call.
+    """Describes how a call ended.
 
     Attributes:
         success: all tensors hold their results. False when all other members left before that; then `world_size` is 1.

@@ -53,17 +53,17 @@ class ElasticWorld:
 
     @property
     def rank(self) -> int:
-        """This member's rank in this view. Members are ordered by age: the oldest member has rank 0."""
+        """Return this member's rank in this view. Members are ordered by age: the oldest member has rank 0."""
         return self._state.view.rank_of(self._state.id)
 
     @property
     def member_id(self) -> str:
-        """The id of this member. It stays the same in all views."""
+        """Return the id of this member. It stays the same in all views."""
         return self._state.id
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The ids of all members of this view, ordered by rank."""
+        """Return the ids of all members of this view, ordered by rank."""
         return self._state.view.ids()
 
     async def update_membership(self, *, timeout_s: float = 60.0) -> int:

@@ -30,7 +30,7 @@ class MismatchError(Exception):
 
 
 def described(error: BaseException) -> str:
-    """The error as one line of text."""
+    """Return the error as one line of text."""
     if isinstance(error, ConnectionLostError):
         return str(error)
     reason = str(error).partition("\n")[0][:_REASON_CHARS]  # torch appends a stack trace

@@ -81,7 +81,7 @@ class AdmissionTarget(Protocol):
     key: tuple[str, int | None]
 
     def accepts(self, hello: Hello) -> bool:
-        """Whether `admit` can be called now. False lets the client wait. Raises RejectedError to refuse it."""
+        """Return whether `admit` can be called now. False lets the client wait. Raises RejectedError to refuse it."""
 
     def admit(self, hello: Hello, sock: socket.socket) -> None:
         """Take over the socket of an accepted client."""

@@ -213,7 +213,7 @@ class Forming:
     # -- data connections ----------------------------------------------------------------------------------------------------------
 
     def _address(self, local_host: str) -> Address:
-        """Where this member accepts data connections. Opens a port on `local_host` if necessary. Raises OSError."""
+        """Return where this member accepts data connections. Opens a port on `local_host` if necessary. Raises OSError."""
         rank, local = self._config.rank, self._config.local_acceptor
         if rank == self._config.size - 1:
             return Address()

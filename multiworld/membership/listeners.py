@@ -100,7 +100,7 @@ def listening_host(addr: str) -> str:
 
 
 def default_runtime_dir() -> str:
-    """The folder for Unix sockets: MULTIWORLD_RUNTIME_DIR; else the first whose path is short enough of XDG_RUNTIME_DIR, TMPDIR, and
+    """Return the folder for Unix sockets: MULTIWORLD_RUNTIME_DIR; else the first whose path is short enough of XDG_RUNTIME_DIR, TMPDIR, and
     /tmp. It may not exist.
     """
     if chosen := os.environ.get("MULTIWORLD_RUNTIME_DIR"):

@@ -29,7 +29,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host. The view and its slices keep the tensor alive."""
+    """Return the bytes of a contiguous tensor on the host. The view and its slices keep the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
     array = _byte_array(tensor.nbytes).from_address(tensor.data_ptr())
@@ -43,14 +43,14 @@ def _byte_array(size_bytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
 
 
 def arithmetic(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor with a dtype that c10d can reduce: bool as uint8 0 and 1, complex [...] as real [..., 2]."""
+    """Return a view of a contiguous tensor with a dtype that c10d can reduce: bool as uint8 0 and 1, complex [...] as real [..., 2]."""
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a contiguous tensor as a view [n] with stride 1."""
+    """Return the elements of a contiguous tensor as a view [n] with stride 1."""
     # Not `reshape`, which keeps the strides of a tensor of one dimension. A tensor of one element is contiguous with any stride.
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -103,7 +103,7 @@ def check_distinct(name: str, outputs: Sequence[Tensor]) -> None:
 
 
 def _overlap(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether two elements have the same memory. Counts the uses of each byte unless strides or addresses decide it."""
+    """Return whether two elements have the same memory. Counts the uses of each byte unless strides or addresses decide it."""
     if len(tensors) == 1:
         reach = 0
         for stride, length in sorted(zip(tensors[0].stride(), tensors[0].shape, strict=True)):
@@ -144,7 +144,7 @@ def check_computable(name: str, tensor: Tensor, op: str) -> None:
 
 
 def contiguous(tensor: Tensor, on_host: bool) -> Tensor:
-    """The data of `tensor` as a contiguous tensor, on the host if `on_host`.
+    """Return the data of `tensor` as a contiguous tensor, on the host if `on_host`.
 
     It copies only if necessary, and may block on a copy from a device. The caller's tensor is not changed.
     """
@@ -174,7 +174,7 @@ class RecvBuffer:
             check_distinct(name, [tensor])
 
     def materialize(self, *, load: bool = False) -> Tensor:
-        """The contiguous tensor to write into. With `load` it contains the caller's data, else its content is undefined."""
+        """Return the contiguous tensor to write into. With `load` it contains the caller's data, else its content is undefined."""
         if self.direct:
             return self.tensor
         device = torch.device("cpu") if self._on_host else self.tensor.device
@@ -193,7 +193,7 @@ class RecvBuffer:
 
 
 def copy_back_of(targets: Sequence[RecvBuffer]) -> Callable[[], None] | None:
-    """What copies the results to the caller's tensors; None if they are all written directly."""
+    """Return what copies the results to the caller's tensors; None if they are all written directly."""
     indirect = [target for target in targets if not target.direct]
 
     def copy_back() -> None:

@@ -62,11 +62,11 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The name of the operation, for error messages."""
+        """Return the name of the operation, for error messages."""
         return self.signature.partition("(")[0]
 
     def done(self) -> bool:
-        """Whether the operation completed or failed."""
+        """Return whether the operation completed or failed."""
         return self.future.done()
 
     @property
@@ -124,7 +124,7 @@ class Operation:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Message(Operation):
-    """A message to send or to receive: one of a collective, or a `Send` or `Receive`.
+    """Carries one message: of a collective, or of a `Send` or `Receive`.
 
     Attributes:
         tag: messages with the same tag arrive in order.
@@ -148,7 +148,7 @@ class Message(Operation):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Send(Message):
-    """A send.
+    """Sends a tensor or a message.
 
     Attributes:
         header: header of a message that travels in place of the signature; see multiworld/ops/p2p.py. A tensor of `allocate` may not be
@@ -164,7 +164,7 @@ class Send(Message):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Receive(Message):
-    """A receive.
+    """Receives a tensor or a message.
 
     Attributes:
         view: for a message of unknown size; it provides the memory when the head has arrived. See multiworld/ops/p2p.py.
@@ -223,7 +223,7 @@ class View:
 
     @property
     def shared(self) -> bool:
-        """Whether the data lies, or lay, in shared memory of the sender."""
+        """Return whether the data lies, or lay, in shared memory of the sender."""
         return self._release is not None
 
     # -- called by the connection --------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def status_of(future: asyncio.Future[None]) -> Status:
 
 
 def _is_being_cancelled() -> bool:
-    """Whether the current task is being cancelled.
+    """Return whether the current task is being cancelled.
 
     A separate function, because a frame in the traceback of a CancelledError must not refer to the task: the garbage collector of
     Python 3.11 does not detect this cycle.

@@ -18,7 +18,7 @@ MAX_HEADER_BYTES = 48
 
 
 def send(facts: WorldFacts, tensor: Tensor, dst: int, tag: int) -> Send:
-    """A send of `tensor`, any shape and dtype, to rank `dst`. Raises ValueError or TypeError for invalid arguments."""
+    """Return a send of `tensor`, any shape and dtype, to rank `dst`. Raises ValueError or TypeError for invalid arguments."""
     facts.check_peer("send", dst, tag)
     staged = facts.check_devices("send", (tensor,)) or facts.uses_nccl(tensor)
     operation = Send(signature=tensor_signature(tensor), tensors=(tensor,), staged=staged, peer=dst, tag=tag)
@@ -28,7 +28,7 @@ def send(facts: WorldFacts, tensor: Tensor, dst: int, tag: int) -> Send:
 
 
 def recv(facts: WorldFacts, tensor: Tensor, src: int, tag: int) -> Receive:
-    """A receive from rank `src` into `tensor`, which has the sender's dtype and number of elements.
+    """Return a receive from rank `src` into `tensor`, which has the sender's dtype and number of elements.
 
     Raises ValueError or TypeError for invalid arguments.
     """
@@ -48,7 +48,7 @@ def recv(facts: WorldFacts, tensor: Tensor, src: int, tag: int) -> Receive:
 
 
 def send_message(facts: WorldFacts, header: bytes, payload: Tensor | None, dst: int, tag: int) -> Send:
-    """A send of `header`, at most MAX_HEADER_BYTES long, and `payload`, a tensor on the CPU or None, to rank `dst`.
+    """Return a send of `header`, at most MAX_HEADER_BYTES long, and `payload`, a tensor on the CPU or None, to rank `dst`.
 
     Raises ValueError or TypeError for invalid arguments.
     """
@@ -62,6 +62,6 @@ def send_message(facts: WorldFacts, header: bytes, payload: Tensor | None, dst: 
 
 
 def recv_view(facts: WorldFacts, view: View, src: int, tag: int) -> Receive:
-    """A receive of a message of `send_message` from rank `src` into `view`. Raises ValueError for invalid arguments."""
+    """Return a receive of a message of `send_message` from rank `src` into `view`. Raises ValueError for invalid arguments."""
     facts.check_peer("recv_view", src, tag)
     return Receive(signature="", peer=src, tag=tag, view=view)

@@ -44,7 +44,7 @@ class WorldFacts:
             raise ValueError(f"{name}: rank {root} does not exist in {self._world}")
 
     def check_devices(self, name: str, tensors: Sequence[Tensor]) -> bool:
-        """Whether the tensors must be copied through host memory.
+        """Return whether the tensors must be copied through host memory.
 
         Raises ValueError when they are on different or unsupported devices, TypeError when one is not dense.
         """
@@ -62,7 +62,7 @@ class WorldFacts:
         return device.type != "cpu" and not on_nccl
 
     def uses_nccl(self, tensor: Tensor) -> bool:
-        """Whether NCCL carries collectives on this tensor, not the library's own connections."""
+        """Return whether NCCL carries collectives on this tensor, not the library's own connections."""
         return self.device is not None and tensor.is_cuda
 
     @property
@@ -73,7 +73,7 @@ class WorldFacts:
 def parts_of_root(
     name: str, facts: WorldFacts, parts: Sequence[Tensor] | None, root: int, argument: str
 ) -> Sequence[Tensor]:
-    """The list of tensors that only the root passes; () at other ranks.
+    """Return the list of tensors that only the root passes; () at other ranks.
 
     Raises ValueError when the root passes no tensors or another rank passes any.
     """

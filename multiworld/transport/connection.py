@@ -83,7 +83,7 @@ class SocketPayloads:
         raise ValueError(f"it sent invalid data: a head of kind {kind}")
 
     def stop(self) -> list[Message]:
-        """The connection has ended: free everything. Returns the messages that were pending and are in no queue of the connection."""
+        """Free everything after the end. Returns the messages that were pending and are in no queue of the connection."""
         return []
 
 
@@ -194,7 +194,7 @@ class PeerConnection:
                     return
 
     def is_unacknowledged(self) -> bool:
-        """Whether the host of the peer does not acknowledge what was sent to it. Takes no lock."""
+        """Return whether the host of the peer does not acknowledge what was sent to it. Takes no lock."""
         return self.end_reason is None and is_unacknowledged(self.sock)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ class Poller:
         loop.add_reader(self._epoll.fileno(), self._on_ready)
 
     def is_abandoned(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether nothing serves the registered sockets: this poller belongs to another event loop than `loop`, which does not run."""
+        """Return whether this poller belongs to another event loop than `loop`, which does not run and so serves no socket."""
         own = self._loop()
         return own is not loop and (own is None or not own.is_running())
 
@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_pollers.clear)
 
 
 def poller_of(loop: asyncio.AbstractEventLoop) -> Poller:
-    """The poller of this event loop; it lives as long as the loop. Call it on the loop's thread."""
+    """Return the poller of this event loop; it lives as long as the loop. Call it on the loop's thread."""
     poller = _pollers.get(loop)
     if poller is None:
         poller = _pollers[loop] = Poller(loop)

@@ -13,7 +13,7 @@ MAX_CREDITS = 1 << 18
 
 
 class MessageQueues:
-    """The pending messages of one connection. Messages with the same tag keep their order."""
+    """Holds the pending messages of one connection. Messages with the same tag keep their order."""
 
     def __init__(self) -> None:
         self._receives: dict[int, deque[Message]] = {}
@@ -31,7 +31,7 @@ class MessageQueues:
         return tag in self._credits
 
     def grant(self, tag: int) -> bool:
-        """The peer grants a receive credit. Returns whether a send waits with this tag. Raises ValueError with too many credits."""
+        """Add a receive credit of the peer. Returns whether a send waits with this tag. Raises ValueError with too many credits."""
         self._credits[tag] = self._credits.get(tag, 0) + 1
         self._total_credits += 1
         if self._total_credits > MAX_CREDITS:

@@ -103,7 +103,7 @@ class SegmentPool:
         _pools.add(self)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialized contiguous tensor in a segment; in ordinary memory if it is small or the budget is used up."""
+        """Return an uninitialized contiguous tensor in a segment; in ordinary memory if it is small or the budget is used up."""
         size = math.prod(shape) * dtype.itemsize
         segment = self.take(size) if size >= MIN_BYTES else None
         if segment is None:
@@ -143,7 +143,7 @@ class SegmentPool:
             logger.warning("no shared memory for %d bytes, the data is copied: %s", size, error)
 
     def find(self, tensor: Tensor) -> tuple[Segment, int] | None:
-        """The segment in which the contiguous `tensor` lies, and its offset there in bytes; None if it lies elsewhere."""
+        """Return the segment in which the contiguous `tensor` lies, and its offset there in bytes; None if it lies elsewhere."""
         segment = self._segments.get(tensor.untyped_storage().data_ptr())
         return None if segment is None else (segment, tensor.data_ptr() - segment.address)
 

@@ -286,5 +286,5 @@ def _release(connection: "weakref.ref[PeerConnection]", frame: bytes) -> None:
 
 
 def _with_kind(kind: int, head: bytes) -> bytes:
-    """The head of a message with another kind."""
+    """Return the head of a message with another kind."""
     return bytes([kind]) + head[1:]

@@ -20,7 +20,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def is_unacknowledged(sock: socket.socket) -> bool:
-    """Whether the host of the peer has not acknowledged `MAX_RETRANSMISSIONS` of sent data.
+    """Return whether the host of the peer has not acknowledged `MAX_RETRANSMISSIONS` of sent data.
 
     Not TCP_USER_TIMEOUT, which would also end the connection to a healthy peer that reads slowly.
     """

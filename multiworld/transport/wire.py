@@ -43,19 +43,19 @@ def decode_signature(encoded: bytes) -> str:
 
 
 def pack_head(kind: int, tag: int = 0, size_bytes: int = 0, signature: bytes = b"", lease: int = 0) -> bytes:
-    """A head of this kind. Its other fields are those of `HEAD`."""
+    """Return a head of this kind. Its other fields are those of `HEAD`."""
     return HEAD.pack(kind, tag, size_bytes, signature, lease, 0)
 
 
 @functools.lru_cache(256)
 def message_head(signature: str, tag: int, size_bytes: int) -> bytes:
-    """The head of a message of `size_bytes` bytes."""
+    """Return the head of a message of `size_bytes` bytes."""
     return pack_head(MESSAGE, tag, size_bytes, encode_signature(signature))
 
 
 @functools.lru_cache(256)
 def credit_head(tag: int) -> bytes:
-    """A head that grants one receive credit for `tag`."""
+    """Return a head that grants one receive credit for `tag`."""
     return pack_head(RECV_READY, tag)
 
 

@@ -85,7 +85,7 @@ class Coordinator:
 
     @property
     def empty(self) -> bool:
-        """Whether the world has no members, no new members, and no members that may reconnect."""
+        """Return whether the world has no members, no new members, and no members that may reconnect."""
         return not (self._present or self._absent or self._waiting)
 
     def may_resume(self, member_id: str) -> bool:

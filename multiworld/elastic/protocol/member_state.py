@@ -49,7 +49,7 @@ Action = Send | CloseView | FormView | EndMembership
 
 
 class MemberState:
-    """The state of one member.
+    """Holds the state of one member.
 
     Attributes:
         view: the view that is ready, forming, or has ended.

@@ -41,7 +41,7 @@ class Round:
 
     @property
     def complete(self) -> bool:
-        """Whether all operations are finished."""
+        """Return whether all operations are finished."""
         return all(self.finished)
 
     @property
