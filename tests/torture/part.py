@@ -19,6 +19,7 @@ import torch
 
 from multiworld import BrokenWorldException, World, WorldClosedError, WorldError, WorldManager, WorldState
 from multiworld.collectives import reductions
+from multiworld.transport.shared import SharedPayloads
 from tests.torture.data import WrongResultError, random_of
 from tests.torture.operations import CollectivePart, MessagePart
 from tests.torture.schedule import FAULT_TAG, MADE_OF_OPERATIONS, Fault, Phase, PlannedWorld, Round, plan_round
@@ -105,8 +106,12 @@ class TorturePart:
         held["threads"] -= sum(thread.name in lasting for thread in threading.enumerate())
         # The first world that needs the local acceptor opens it, and it is kept. So are unused segments, with two descriptors each.
         held["fds"] -= any(not acceptor.port for acceptor in self.manager._listeners.acceptors.values())
-        if (pool := self.manager._segments) is not None:
-            held["fds"] -= 2 * sum(map(len, pool._kept.values()))
+        held["fds"] -= 2 * sum(map(len, self.manager._segments._kept.values()))
+        # So are the rings of a lasting world, which its first long messages open.
+        for world in [each for each in self.manager.worlds.values() if f"multiworld-{each.name}" in lasting]:
+            for connection in world._operations._connections.values():
+                if isinstance(shared := connection._payloads, SharedPayloads):
+                    held["fds"] -= 2 * (shared._ring is not None) + (shared._peer_ring is not None)
         return held
 
     # -- one world ---------------------------------------------------------------------------------------------------------------
