@@ -57,7 +57,7 @@ async def ping_pong_in_place(manager: WorldManager, rank: int, size: int, count:
         for receives in (rank == 1, rank == 0):
             if receives:
                 view = await world.recv_view(lambda _header, _size_bytes: None, peer)
-                view.release()
+                del view
             else:
                 await world.start_send_message(b"", manager.allocate((size,), torch.uint8), peer).finish()
         times.append((time.perf_counter() - began_s) / 2)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from multiworld import Transport
 from multiworld_serving.common.metrics import ProgramMetrics
 
-FetchOutcome = Literal["fetched", "failed"]
-Direction = Literal["sent", "received"]
 _FETCH_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -46,10 +42,8 @@ class EdgeMetrics:
         self.budget_exceeded = program.counter(
             "edge_budget_exceeded", "Tensors that were relayed because the memory for edges was used up."
         )
-        labels = {transport: transport.replace(" ", "_") for transport in Transport}
-        directions: tuple[Direction, ...] = get_args(Direction)
-        outcomes: tuple[FetchOutcome, ...] = get_args(FetchOutcome)
+        labels, directions = {each: each.replace(" ", "_") for each in Transport}, ("sent", "received")
         self.bytes = {(way, each): sizes.labels(way, label) for way in directions for each, label in labels.items()}
-        self.fetches = {outcome: fetches.labels(outcome) for outcome in outcomes}
+        self.fetches = {outcome: fetches.labels(outcome) for outcome in ("fetched", "failed")}
         self.fetch_s = {transport: fetch_s.labels(label) for transport, label in labels.items()}
         self.open = {direction: edges_open.labels(direction) for direction in directions}

@@ -48,7 +48,7 @@ async def request_change(supervisor: str, change: ModelChange, replaced: asyncio
     except OSError as error:
         why = str(error) or f"it has not replied within {change.timeout_s + stop_s:g} s"
         raise NotReadyError(
-            f"the supervisor has not confirmed the change: {why}; list the models, and see the log of the service"
+            f"the supervisor has not confirmed the change: {why}; see the log of the service"
         ) from error
 
 

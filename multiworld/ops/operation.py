@@ -197,12 +197,13 @@ class Collective(Operation):
 class View:
     """A received message. Its data is in shared memory of the sender, or in memory of this process if it could not be sent so.
 
-    The sender keeps the memory until all tensors that use it are dropped, or until `release`. Until then the data does not change, also
-    when the world ends or the sender dies. Tensors may be written: this changes only the memory of this process.
+    The sender keeps the memory until all tensors that use it are dropped. Until then the data does not change, also when the world ends
+    or the sender dies. Tensors may be written: this changes only the memory of this process.
 
     Attributes:
         header: the sender's header, padded with zeros to MAX_HEADER_BYTES.
         data: uint8 [n].
+        shared: whether the data lies in shared memory of the sender.
 
     Args:
         check: called with header and size in bytes; raises ValueError to refuse the message.
@@ -213,18 +214,7 @@ class View:
         self.data = _NO_DATA
         self.size_bytes = 0
         self._check = check
-        self._release: Callable[[], object] | None = None
-
-    def release(self) -> None:
-        """Let the sender use the memory again, although tensors may still use it: their content is undefined from now on. Idempotent."""
-        self.data = _NO_DATA
-        if self._release is not None:
-            self._release()
-
-    @property
-    def shared(self) -> bool:
-        """Return whether the data lies, or lay, in shared memory of the sender."""
-        return self._release is not None
+        self.shared = False
 
     # -- called by the connection --------------------------------------------------------------------------------------------
 
@@ -238,9 +228,9 @@ class View:
         self.data = torch.empty(self.size_bytes, dtype=torch.uint8)
         return self.data
 
-    def place(self, data: Tensor, release: Callable[[], object]) -> Tensor:
-        """Use shared memory. `release` is also called when all tensors that use it are dropped."""
-        self.data, self._release = data, release
+    def place(self, data: Tensor) -> Tensor:
+        """Use shared memory."""
+        self.data, self.shared = data, True
         return data
 
 

@@ -276,7 +276,7 @@ def _map(connection: PeerConnection, view: View, fd: int, lease: int, offset: in
     release = weakref.finalize(mapped, _release, weakref.ref(connection), pack_head(RELEASE, lease=lease))
     release.atexit = False
     data = torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=view.size_bytes)
-    return view.place(data, release)
+    return view.place(data)
 
 
 def _release(connection: "weakref.ref[PeerConnection]", frame: bytes) -> None:

@@ -180,6 +180,9 @@ class Models:
                 return
             change = msgspec.json.decode(await reader.readline(), type=ModelChange)
             async with self.turn:
+                await asyncio.sleep(
+                    0
+                )  # if the connection has ended while this process was frozen, the event loop reads that now
                 if reader.at_eof():  # the frontend waits no longer
                     return
                 self._requester = pid, writer

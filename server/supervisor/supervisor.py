@@ -21,9 +21,8 @@ _POLL_S = 1.0
 """Interval of the check for processes that are blocked."""
 _PAUSED_S = 3 * _POLL_S
 """If this check itself is later than this, the silence of other processes counts from now on."""
-_SHORT_S = 3.0
-_MAX_SHORT_LIVES = 5
-"""A process fails that ends so often in a row within `_SHORT_S` of its start. A program that does not fork takes 2 s to import torch."""
+_MAX_FAILURES = 5
+"""A process is failing if it ends so often in a row."""
 NOT_STARTED = "not-started"
 
 
@@ -33,8 +32,8 @@ class Backoff:
 
     initial_s: float = 0.1
     max_s: float = 5.0
-    reset_after_s: float = 10.0
-    """After a lifetime of this length the failure count starts again at 1."""
+    reset_after_s: float = 5.0
+    """A process that lives longer has not failed. One that does not fork takes 2 s to import torch."""
 
     def delay_s(self, failures: int, jitter: float) -> float:
         """Return the delay after `failures` consecutive failures (at least 1). `jitter`, 0 to 1, reduces it by up to a half."""
@@ -53,8 +52,8 @@ class _Slot:
     """Whether it was added while others ran."""
     child: ChildProcess | None = None
     restarts: int = 0
-    short_lives: int = 0
-    """How often in a row its process has ended within `_SHORT_S`."""
+    failures: int = 0
+    """How often in a row its process has ended early; see `Backoff.reset_after_s`."""
     error: str = ""
     """The error with which its process has ended last, if it has reported one."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,7 +77,7 @@ class Supervisor:
         blocked_timeout_s: seconds without a sign of life after which a process is killed.
         on_restart: called after each restart, and when `failing` has changed.
         cannot_start: set when one of the first processes reports at its first start that it cannot start with its settings, or when all
-            processes fail and none has ever lived longer than `_SHORT_S`.
+            processes are failing and none has ever lived longer than `Backoff.reset_after_s`.
         error: why, if `cannot_start` is set.
     """
 
@@ -111,7 +110,7 @@ class Supervisor:
     @property
     def failing(self) -> list[str]:
         """One text for each slot whose process ends at once again and again."""
-        return [self._failure(slot) for slot in self._slots.values() if slot.short_lives >= _MAX_SHORT_LIVES]
+        return [self._failure(slot) for slot in self._slots.values() if slot.failures >= _MAX_FAILURES]
 
     def signal_all(self, signum: signal.Signals) -> None:
         """Send a signal to all running processes."""
@@ -152,10 +151,10 @@ class Supervisor:
 
     async def _run(self, slot: _Slot) -> None:
         """Keep a process running in a slot until it must stop."""
-        failures = starts = 0
+        starts = 0
         while not slot.stopping.is_set():
             child = slot.child = self._start(slot)
-            refused, recovery = "", asyncio.get_running_loop().call_later(_SHORT_S, self._lives, slot)
+            refused, recovery = "", asyncio.get_running_loop().call_later(self.backoff.reset_after_s, self._lives, slot)
             if child is None:
                 lived_s, status = 0.0, NOT_STARTED
             else:
@@ -176,14 +175,13 @@ class Supervisor:
                 self.error = refused
                 self.cannot_start.set()
                 return
-            slot.short_lives = slot.short_lives + 1 if lived_s < _SHORT_S else 0
-            if slot.short_lives == _MAX_SHORT_LIVES:
+            slot.failures += 1
+            if slot.failures == _MAX_FAILURES:
                 logger.error("%s", self._failure(slot))
                 if len(self.failing) == len(self._slots) and not self._has_lived:
                     self.error = self._failure(slot)
                     self.cannot_start.set()
-            failures = 1 if lived_s >= self.backoff.reset_after_s else failures + 1
-            delay_s = self.backoff.delay_s(failures, random.random())
+            delay_s = self.backoff.delay_s(slot.failures, random.random())
             logger.log(
                 logging.INFO if status == "0" and not delay_s else logging.WARNING,  # 0: it was asked to end
                 "%s slot=%d ended status=%s lived_s=%.2f restart_in_s=%.2f",
@@ -195,13 +193,14 @@ class Supervisor:
 
     def _failure(self, slot: _Slot) -> str:
         why = slot.error or "it reported no error; see the log"
-        return f"{self.kind} slot={slot.index} ended {_MAX_SHORT_LIVES} times in a row within {_SHORT_S:g} s of its start: {why}"
+        early = f"{_MAX_FAILURES} times in a row within {self.backoff.reset_after_s:g} s of its start"
+        return f"{self.kind} slot={slot.index} ended {early}: {why}"
 
     def _lives(self, slot: _Slot) -> None:
-        """Called when the process of this slot has not ended at once."""
+        """Called when the process of this slot has not ended early."""
         self._has_lived = True
-        if slot.short_lives >= _MAX_SHORT_LIVES:
-            slot.short_lives = 0
+        was_failing, slot.failures = slot.failures >= _MAX_FAILURES, 0
+        if was_failing:
             self.on_restart()
 
     def _start(self, slot: _Slot) -> ChildProcess | None:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from multiworld_serving.server.supervisor.scaling import autoscaler
+from multiworld_serving.server.supervisor import group
 from multiworld_serving.server.supervisor.scaling.policy import Limits
 from multiworld_serving.testing.load.clients import run_load
 from multiworld_serving.testing.load.images import photo
@@ -20,7 +20,7 @@ WAIT_S = 300.0
 
 def run_with_a_short_memory(arguments: list[str], environment: dict[str, str]) -> None:
     """In a forked process: `multiworld serve`, which stops workers after ten seconds of low load, not sixty."""
-    setattr(autoscaler, "Limits", partial(Limits, down_after_s=10.0))  # noqa: B010 - mypy rejects the assignment
+    setattr(group, "Limits", partial(Limits, down_after_s=10.0))  # noqa: B010 - mypy rejects the assignment
     run_program(arguments, environment)
 
 

@@ -376,6 +376,7 @@ BAD_VERSIONS = {
     "weights that do not load": "the inputs differ from the graph's",
     "no memory": "5 are left",
     "the file cannot be read": "Input/output error",
+    "the rows are lost": "cannot serve stage 0: far away",
 }
 
 
@@ -388,8 +389,10 @@ async def test_link_continues_serving_when_a_version_cannot_be_loaded(
         bad = dataclasses.replace(bad, weights=plan[0].weights)
     elif why.startswith("weights"):
         bad = dataclasses.replace(bad, weights=second[1].weights)
-    link, _ = await pair.ready(plan[0])
-    if why == "no memory":
+    link, session = await pair.ready(plan[0])
+    if why == "the rows are lost":
+        lying(session, lambda own, number, *_: own.reply(number, RowsLost("far away")))
+    elif why == "no memory":
         monkeypatch.setattr("multiworld_serving.workers.stage_loader.check_memory", none_left)
     elif why.startswith("the file"):
         monkeypatch.setattr("multiworld_serving.server.leader.versions.stage_plan.os.pread", failing_read)

@@ -5,6 +5,7 @@ import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from multiworld_serving.common.config.errors import UserError
@@ -80,7 +81,12 @@ async def test_changes_of_models_wait_for_each_other_and_are_not_made_when_the_f
         readers.append(reader)
         await Models.answer(models, reader, writer)
 
+    listener.listen()
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.connect("\0" + name[1:])
+        gone.sendall(msgspec.json.encode(ModelChange("remove", "gone")) + b"\n")
     server = await asyncio.start_unix_server(answer, sock=listener)
+    await until(lambda: readers and readers[0].at_eof())
 
     def request(model: str) -> asyncio.Task[None]:
         return asyncio.create_task(request_change(name, ModelChange("remove", model), asyncio.Event(), 60))
@@ -89,7 +95,7 @@ async def test_changes_of_models_wait_for_each_other_and_are_not_made_when_the_f
         first, ended, last = request("first"), request("ended"), request("last")
         await until(lambda: len(models.turn._waiters or ()) == 3)
         ended.cancel()
-        await until(lambda: any(reader.at_eof() for reader in readers))
+        await until(lambda: any(reader.at_eof() for reader in readers[1:]))
     for waiting, model in ((first, "first"), (last, "last")):
         with pytest.raises(ModelsUnchangedError, match=f"{model} is unknown"):
             await waiting

@@ -28,7 +28,7 @@ from tests.waiting import until
 
 NEVER = Backoff(initial_s=1000, max_s=1000)
 """Exceeds the test's time limit if it applies to the first failure."""
-AT_ONCE = Backoff(initial_s=0)
+AT_ONCE = Backoff(initial_s=0, reset_after_s=3)
 SEND = """
 import os, signal, socket
 def send(text):

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.service.snapshots import ReplicaState
-from multiworld_serving.common.wire.inputs import BatchInputs
+from multiworld_serving.common.wire.inputs import BatchInputs, RowsLostError
 from multiworld_serving.common.wire.link import Link
 from multiworld_serving.common.wire.protocol import WireError, rows_of_payload, rows_payload
 from multiworld_serving.common.wire.work import Batch, Computed, FetchWeights, Loaded, Weights, WorkFailedError
@@ -56,7 +56,11 @@ class StageLoading:
         for plan in plans:
             try:
                 await self._assign(link, plan)
-            except (WorkFailedError, OSError) as error:  # OSError: the file with its weights cannot be read
+            except (
+                WorkFailedError,
+                RowsLostError,
+                OSError,
+            ) as error:  # OSError: the file with its weights cannot be read
                 raise SelfTestError(f"{self._worker.name} cannot serve stage {plan.spec.index}: {error}") from error
         self._worker.loaded |= {plan.number for plan in plans}
 

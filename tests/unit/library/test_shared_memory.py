@@ -162,7 +162,6 @@ async def test_receiver_gets_the_bytes_of_the_call_when_the_sender_overwrites_a_
     assert one.send_message(tensor) in one.owner.completed
     await other.until_completed(received)
     assert view.shared
-    view.release()
 
 
 class RefusingSocket:
@@ -219,8 +218,6 @@ async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sende
     assert one.pool.reserved_bytes == 0  # no tensor may lie in a segment that a lost receiver may still read
     one.pool.allocate((MIB,), torch.uint8).fill_(1)
     assert torch.equal(view.data, expected)
-    view.release()
-    view.release()
 
 
 async def test_view_is_copied_and_the_segment_is_released_when_it_cannot_be_mapped(
