@@ -18,6 +18,7 @@ from tests.programs import free_port
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = 4
+LEADERS = ("leader-a", "leader-b")
 LABELS = "com.docker.compose"
 HEARTBEAT_TIMEOUT_S = 8.0
 """Longer than processes wait for a processor while four others start on two cores, beside other tests."""
@@ -90,28 +91,20 @@ class Deployment(RunningService):
         kinds = (("ps", "--all"), ("network", "ls"), ("volume", "ls"))
         return [line for kind in kinds for line in docker(*kind, "--quiet", "--filter", label).split()]
 
-    def containers(self, service: str = "") -> list[Container]:
-        """All containers of the project, or of one service."""
-        labels = {"project": self.name, "oneoff": "False"} | ({"service": service} if service else {})
-        filters = [part for label, value in labels.items() for part in ("--filter", f"label={LABELS}.{label}={value}")]
-        ids = docker("ps", "--all", "--quiet", "--no-trunc", *filters).split()
-        return [Container.parse(each) for each in json.loads(docker("inspect", *ids))] if ids else []
+    def containers(self, *services: str) -> list[Container]:
+        """The containers of these services."""
+        project = f"label={LABELS}.project={self.name}"
+        filters = [("--filter", project, "--filter", f"label={LABELS}.service={service}") for service in services]
+        ids = [each for given in filters for each in docker("ps", "--all", "--quiet", "--no-trunc", *given).split()]
+        return [Container.parse(each) for each in json.loads(docker("inspect", *ids))]
 
     def container(self, worker: str) -> Container:
         """The container of this worker, whose name is HOSTNAME-PID."""
-        return next(each for each in self.containers() if each.hostname == worker.rpartition("-")[0])
+        return next(each for each in self.containers("worker") if each.hostname == worker.rpartition("-")[0])
 
-    @property
-    def leaders(self) -> list[Container]:
-        return [*self.containers("leader-a"), *self.containers("leader-b")]
-
-    def worker_addresses(self) -> set[str]:
-        """The workers' addresses on the network shared with the leaders."""
-        return {address for each in self.containers("worker") for address in each.addresses.values()}
-
-    def leader_addresses(self) -> list[str]:
-        """The leaders' addresses on all networks."""
-        return [address for each in self.leaders for address in each.addresses.values()]
+    def addresses(self, *services: str) -> list[str]:
+        """The addresses of the containers of these services, on all networks."""
+        return [address for each in self.containers(*services) for address in each.addresses.values()]
 
     def requests(self) -> list[ReferenceRequest]:
         """Images, and the service's current answers for them."""

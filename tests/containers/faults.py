@@ -9,7 +9,7 @@ from multiworld_serving.testing.chaos.campaign import choose_targets, inject
 from multiworld_serving.testing.chaos.faults.fault import PARTITION_CAUSES, WAIT_S, Fault, FaultContext
 from multiworld_serving.testing.chaos.journal import Injection
 from multiworld_serving.testing.chaos.observer import Observer
-from tests.containers.deployment import CLIENTS, HEARTBEAT_TIMEOUT_S, Deployment
+from tests.containers.deployment import CLIENTS, HEARTBEAT_TIMEOUT_S, LEADERS, Deployment
 from tests.containers.project import Container
 from tests.waiting import wait_for_more
 
@@ -59,7 +59,7 @@ def _unplug_leaders(context: FaultContext) -> None:
     """Unplug each leader in turn, until the frontend has lost it and Prometheus has scraped that. The next one when all are ready."""
     project = _project(context)
     context.begin()
-    for leader in project.leaders:
+    for leader in project.containers(*LEADERS):
         with leader.unplugged():
             context.observer.wait(lambda now: not now.leaders_ready, WAIT_S, "lost by the frontend")
             project.prometheus.wait_for("multiworld_leaders == 1")

@@ -6,7 +6,7 @@ import time
 
 from multiworld_serving.testing.chaos.faults.fault import WAIT_S
 from multiworld_serving.testing.chaos.observer import Observer
-from tests.containers.deployment import CLIENTS, Deployment
+from tests.containers.deployment import CLIENTS, LEADERS, Deployment
 from tests.containers.faults import WORKERS_UP, hurt
 from tests.e2e.prometheus_server import wait_until_answers
 from tests.waiting import wait_for_more
@@ -33,10 +33,10 @@ def test_no_request_is_lost_when_a_container_is_killed(deployment: Deployment) -
 
 
 def test_worker_serves_again_when_restarted_with_another_address(deployment: Deployment) -> None:
-    before = deployment.worker_addresses()
+    before = {*deployment.addresses("worker")}
     made = hurt(deployment, "unplug")
     assert made.causes
-    after = deployment.worker_addresses()
+    after = {*deployment.addresses("worker")}
     assert (len(before - after), len(after - before)) == (1, 1)
     deployment.prometheus.wait_for(f"{WORKERS_UP} == 4")
 
@@ -53,10 +53,10 @@ def test_no_request_is_lost_when_workers_are_added_and_removed(deployment: Deplo
 
 
 def test_no_request_is_lost_when_each_leader_gets_another_address_in_turn(deployment: Deployment) -> None:
-    before = deployment.leader_addresses()
+    before = deployment.addresses(*LEADERS)
     hurt(deployment, "leader-unplug")
     deployment.prometheus.wait_for(f"multiworld_leaders == 2 and on() {LEADER_UP} == 2")
-    after = deployment.leader_addresses()  # a leader may get the earlier address of the other one
+    after = deployment.addresses(*LEADERS)  # a leader may get the earlier address of the other one
     assert all(old != new for old, new in zip(before, after, strict=True))
 
 
@@ -64,7 +64,7 @@ def test_requests_wait_and_succeed_when_both_leaders_are_restarted(deployment: D
     requests = deployment.requests()
     with deployment.load(requests) as load:
         wait_for_more(load.samples, CLIENTS)
-        deployment.compose("restart", "leader-a", "leader-b")
+        deployment.compose("restart", *LEADERS)
         with Observer(deployment.url) as observer:
             observer.wait(lambda now: now.complete, WAIT_S, "complete")
         wait_for_more(load.samples, 2 * CLIENTS)
