@@ -4,16 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import pytest
 
 from multiworld_serving.common.config.client_options import client_options
 from multiworld_serving.common.config.keys import hash_key
 from multiworld_serving.testing.load.images import photo
-from multiworld_serving.testing.local_service import LocalService
 from tests.services import small_service
 
 KEY = "key-of-the-fuzzer"
@@ -26,33 +23,24 @@ expected-statuses = ["2xx", "4xx", 503, 504]
 """Not ready, and the client's timeout exceeded: neither is a server error."""
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
-    tmp_path = tmp_path_factory.mktemp("keys")
-    (tmp_path / "api.keys").write_text(f"fuzzer:{hash_key(KEY)}\n")
-    with small_service(
-        credentials=client_options(KEY), api_keys_file=tmp_path / "api.keys", max_body_bytes=100_000, timeout_s=30
-    ) as running:
-        yield running
-        assert running.stop() == 0
-
-
-def test_generated_requests_find_no_fault(guarded: LocalService, tmp_path: Path) -> None:
+def test_generated_requests_find_no_fault(tmp_path: Path) -> None:
     (tmp_path / "schemathesis.toml").write_text(HONEST)
-    command = [str(Path(sys.executable).with_name("schemathesis")), "--config-file", "schemathesis.toml"]
-    command += ["run", f"{guarded.url}/openapi.json"]
+    (tmp_path / "api.keys").write_text(f"fuzzer:{hash_key(KEY)}\n")
+    command = [str(Path(sys.executable).with_name("schemathesis")), "--config-file", "schemathesis.toml", "run"]
     command += ["--header", f"Authorization: Bearer {KEY}", "--exclude-path", UNENDING, "--checks", CHECKS]
     command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "4", "--generation-deterministic"]
     command += ["--continue-on-failure", "--request-timeout", "60", "--no-shrink", "--no-color"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=_environment())
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    selected = re.search(r"(\d+) selected", done.stdout)
-    assert selected is not None
-    assert int(selected[1]) >= 21
-    assert not [line.message for line in guarded.lines if "exception" in line.fields]
-    headers = {"content-type": "image/jpeg"} | guarded.credentials["headers"]
-    assert httpx.post(f"{guarded.url}/predict", content=photo(), headers=headers, timeout=60).status_code == 200
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    with small_service(
+        credentials=client_options(KEY), api_keys_file=tmp_path / "api.keys", max_body_bytes=100_000, timeout_s=30
+    ) as guarded:
+        command.append(f"{guarded.url}/openapi.json")
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        selected = re.search(r"(\d+) selected", done.stdout)
+        assert selected is not None
+        assert int(selected[1]) >= 21
+        assert not [line.message for line in guarded.lines if "exception" in line.fields]
+        headers = {"content-type": "image/jpeg"} | guarded.credentials["headers"]
+        assert httpx.post(f"{guarded.url}/predict", content=photo(), headers=headers, timeout=60).status_code == 200
+        assert guarded.stop() == 0
