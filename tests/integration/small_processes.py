@@ -137,3 +137,13 @@ def no_child_left() -> Iterator[None]:
     before = children()
     yield
     assert children() <= before
+
+
+async def _supervise(fifo: str, forking: str) -> None:
+    """Supervise two processes until this one is killed."""
+    async with Reports(Path(fifo), forking=forking == "True").supervisor(EXIT_WITH_PARENT, 2):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_supervise(*sys.argv[1:]))

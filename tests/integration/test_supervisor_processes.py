@@ -158,23 +158,9 @@ async def test_process_has_its_own_session_and_its_descendants_are_killed_with_i
 
 
 @programs_and_forks
-async def test_process_reads_end_of_file_when_the_supervisor_is_killed(reports: Reports, tmp_path: Path) -> None:
-    script = tmp_path / "supervisor.py"
-    script.write_text(
-        "import asyncio, sys\n"
-        "from pathlib import Path\n"
-        "from multiworld_serving.server.supervisor.supervisor import Supervisor\n"
-        "from tests.integration.small_processes import EXIT_WITH_PARENT, Reports\n"
-        "async def main():\n"
-        "    reports = Reports(Path(sys.argv[1]), forking=sys.argv[2] == 'True')\n"
-        "    async with reports.supervisor(EXIT_WITH_PARENT, 2):\n"
-        "        await asyncio.Event().wait()\n"
-        "asyncio.run(main())\n"
-    )
-    supervisor = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(script), str(reports.fifo), str(reports.forking)),
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+async def test_process_reads_end_of_file_when_the_supervisor_is_killed(reports: Reports) -> None:
+    command = (sys.executable, "-m", "tests.integration.small_processes", reports.fifo, str(reports.forking))
+    supervisor = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parents[2])
     try:
         pids = {await reports.next_pid() for _ in range(2)}
     finally:
