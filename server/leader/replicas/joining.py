@@ -101,12 +101,15 @@ class Joining:
         """Whether a worker of another leader may join now.
 
         It must have what this leader serves in memory. Workers move one after another, and first those of stages that have none here. So
-        the other leader can serve until this one can.
+        the other leader can serve until this one can. If none of them comes, the others may move too: this leader can reassign them.
         """
-        held, stages = self._held(request), range(self._placement.num_stages)
-        missing = {stage for stage in stages if not self._placement.num_workers(stage)}
-        is_quiet = all(worker.state in ("ready", "draining") for worker in self._placement.workers())
-        return bool(held) and is_quiet and (not missing or bool(held & missing))
+        held, workers = self._held(request), list(self._placement.workers())
+        if not held or any(worker.state not in ("ready", "draining") for worker in workers):
+            return False
+        missing = {stage for stage in range(self._placement.num_stages) if not self._placement.num_workers(stage)}
+        if not missing or held & missing:
+            return True
+        return time.monotonic() > max(worker.since_s for worker in workers) + _WORKERS_RETURN_S
 
     def choose_slot(self, request: JoinRequest) -> Slot:
         """A worker that has had another leader keeps its stage; otherwise it is placed."""

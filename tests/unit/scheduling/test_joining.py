@@ -1,5 +1,6 @@
 """Which workers of another leader may move to this one, and which stage they keep."""
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ class Leader:
         settings: Any = SimpleNamespace(join_port=0, heartbeat_timeout_s=1.0)
         self.placement = Placement(2, replicas, 1)
         self.joining = Joining(versions, settings, self.placement, Goal((1,)), cast(Any, None), 8)
-        self.names = iter("abcdefgh")
+        self.names = map(str, count())
 
     def request(self, held: str, *, serves: bool) -> JoinRequest:
         return JoinRequest(next(self.names), "cpu", "h", 1, held=tuple(held), serves=serves)
@@ -49,6 +50,9 @@ def test_workers_move_one_after_another_and_first_those_of_stages_that_have_none
     assert not leader.may_move("1"), "another one is moving"
     first.state = "ready"
     assert (leader.may_move("0"), leader.may_move("1")) == (False, True)
+    first.since_s -= 10
+    assert leader.may_move("0"), "no worker of the other stage has come for a while"
+    first.since_s += 10
     leader.join("1", serves=True)
     assert leader.may_move("0")
 
