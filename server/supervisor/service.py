@@ -77,6 +77,7 @@ class Service:
         self._changes: set[asyncio.Task[None]] = set()
         """Upgrades and changes of the models that run or wait."""
         self._requests, name = unix_socket(socket.SOCK_STREAM)
+        stack.enter_context(self._requests)
         self._sockets = {
             "http_fd": upgrade.listen("http_port", settings.host, settings.http_port),
             "metrics_fd": upgrade.listen("metrics_port", settings.admin_host, settings.metrics_port),
