@@ -37,10 +37,6 @@ class SchedulerHarness:
         self.in_flight.update({(send.batch, send.replica): send for send in sends(actions)})
         return actions
 
-    def on(self, link: str) -> list[SendBatch]:
-        """The batches in flight on this link, in sending order."""
-        return [send for send in self.in_flight.values() if send.replica == link]
-
     def arrive(self, count: int = 1, timeout_s: float = 100.0, key: str = "") -> list[Action]:
         """Submit this many requests, numbered from 1."""
         actions = []

@@ -8,7 +8,7 @@ import pytest
 from multiworld_serving.common.service.capacity_report import CapacityReport
 from multiworld_serving.server.leader.scheduling.actions import Reject
 from multiworld_serving.server.leader.scheduling.batches import Attempt
-from multiworld_serving.server.leader.scheduling.estimates.capacity import DRAIN_S, UTILISATION, replicas_wanted
+from multiworld_serving.server.leader.scheduling.estimates.capacity import DRAIN_S, UTILISATION
 from multiworld_serving.server.leader.scheduling.estimates.service_times import ServiceTimes
 from multiworld_serving.server.leader.scheduling.events import BatchDone, RequestArrived
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, only, sends
@@ -33,11 +33,6 @@ def test_time_of_an_unknown_size_is_an_upper_bound() -> None:
     assert times.compute_s(0, 4) == pytest.approx(0.040), "four times a batch of one"
     assert times_of((0, 8, 0.020)).compute_s(0, 1) == pytest.approx(0.020), "as long as the larger batch"
     assert times.compute_s(1, 1) is None
-
-
-def test_replicas_are_load_times_cost_over_utilisation() -> None:
-    times = times_of((0, 8, 0.080), (1, 8, 0.240))
-    assert replicas_wanted(100.0, 0, times, 2, 8) == pytest.approx((1 / UTILISATION, 3 / UTILISATION))
 
 
 def test_scheduler_measures_load_and_times() -> None:

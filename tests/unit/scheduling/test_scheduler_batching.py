@@ -2,9 +2,9 @@
 
 import pytest
 
-from multiworld_serving.server.leader.scheduling.actions import Action, Answer, FreeBatch, KeepOutput, SendBatch
+from multiworld_serving.server.leader.scheduling.actions import Action, KeepOutput, SendBatch
 from multiworld_serving.server.leader.scheduling.events import BatchDone
-from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, of, only, sends
+from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, only, sends
 
 
 def test_batch_is_sent_when_its_oldest_request_has_waited_long_enough() -> None:
@@ -26,7 +26,7 @@ def test_requests_wait_while_all_replicas_are_busy_with_adaptive_batching() -> N
     assert driver.scheduler.next_wakeup_s() == 1.0
     assert only(driver.arrive(), SendBatch).requests == (3, 4, 5)  # full
     assert driver.arrive(2) == []
-    alone = next(send for send in (first, second) if len(driver.on(send.replica)) == 1)
+    alone = next(send for send in (first, second) if driver.scheduler.in_flight(send.replica) == 1)
     assert only(driver.done(alone), SendBatch).requests == (6, 7)  # that replica has no other work
 
 
@@ -88,20 +88,6 @@ def test_replicas_take_turns_when_equally_loaded() -> None:
     assert links == ["s0r0", "s0r1", "s0r2"] * 2
 
 
-def test_batch_passes_the_stages_and_is_answered_by_sample() -> None:
-    driver = SchedulerHarness(stages=2, max_batch_size=2, batch_timeout_s=1.0)
-    first = only(driver.arrive(2), SendBatch)
-    keep, second = driver.done(first, after_s=0.5)
-    assert keep == KeepOutput(first.batch, first.replica, stage=1)
-    assert isinstance(second, SendBatch)
-    assert (second.batch, second.stage, second.requests, second.waited_s) == (first.batch, 1, (1, 2), 0.0)
-    answer, forget = driver.done(second)
-    assert answer == Answer(first.batch, second.replica, ((1, 0), (2, 1)), "v1", attempts=1)
-    assert forget == FreeBatch(first.batch)
-    assert driver.scheduler.open_requests == 0
-    assert driver.scheduler.next_wakeup_s() is None
-
-
 def test_no_batch_is_formed_when_a_later_stage_is_saturated() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, window=1, max_batch_size=1)
     first = only(driver.arrive(9), SendBatch)
@@ -116,7 +102,7 @@ def test_no_batch_is_formed_when_a_later_stage_is_saturated() -> None:
 def test_rare_key_goes_next_when_its_oldest_request_has_waited_long_enough() -> None:
     driver = SchedulerHarness(replicas=1, window=1, batch_timeout_s=0.5, max_batch_size=2)
     driver.arrive(2, key="8")
-    (busy,) = driver.on("s0r0")
+    (busy,) = driver.in_flight.values()
     driver.arrive(key="rare")
     driver.arrive(6, key="8")  # full batches, always
     driver.wait(0.5)
@@ -125,18 +111,13 @@ def test_rare_key_goes_next_when_its_oldest_request_has_waited_long_enough() -> 
     assert only(driver.done(rare), SendBatch).requests == (4, 5)
 
 
-# -- several versions: a batch stays with the version that it started with -----------------------------------------------------
-
-
 def test_batch_restarts_with_another_version_when_its_own_lost_the_stage() -> None:
     driver = SchedulerHarness(stages=2, replicas=1, max_batch_size=2, batch_timeout_s=1.0)
     old = only(driver.arrive(2), SendBatch)
     driver.ready("n0", 0, "v2")
     driver.ready("n1", 1, "v2")
     driver.draining("s1r0")
-    actions = driver.done(old)
-    assert of(actions, FreeBatch) == [FreeBatch(old.batch)]
-    new = only(actions, SendBatch)
+    new = only(driver.done(old), SendBatch)
     assert (new.replica, new.requests, new.stage, new.attempt) == ("n0", (1, 2), 0, 2)
     assert answered(driver.answer_all([new])) == [1, 2]
 

@@ -16,9 +16,15 @@ def test_replica_is_free_and_not_blamed_when_it_could_not_get_the_inputs_of_requ
 
 
 def test_requests_start_again_when_the_hedge_is_late_too_and_their_input_is_kept() -> None:
-    driver, first, hedge = hedged()
+    driver = SchedulerHarness(stages=2, hedge_factor=2.0, hedge_floor_s=0.02, hedge_budget=1.0)
+    for _ in range(60):  # 10 ms in each stage
+        driver.answer_all(driver.arrive())
+    first = only(driver.done(only(driver.arrive(), SendBatch), 0.01, kept=True), SendBatch)
+    hedge = only(driver.wait(0.03), SendBatch)
+    assert (hedge.kind, hedge.stage) == ("hedge", 1)
     again = only(driver.wait(0.02), SendBatch)
-    assert (again.stage, again.kind, again.requests) == (0, "first", first.requests)
+    assert (again.stage, again.kind, again.attempt, again.isolated) == (0, "first", 2, False)
+    assert again.requests == first.requests
     assert driver.done(first) == driver.done(hedge) == []
     assert answered(driver.answer_all([again])) == [driver.requests]
 
@@ -29,15 +35,6 @@ def test_requests_start_again_when_the_replica_with_their_input_is_lost() -> Non
     second = only(driver.done(first, kept=True), SendBatch)
     again = only(driver.broken(first.replica), SendBatch)
     assert (again.stage, again.requests, driver.done(second)) == (0, second.requests, [])
-
-
-def test_draining_replica_is_released_when_the_inputs_that_it_keeps_are_used() -> None:
-    driver = SchedulerHarness(stages=2)
-    first = only(driver.arrive(), SendBatch)
-    second = only(driver.done(first, kept=True), SendBatch)
-    assert driver.draining(first.replica) == []
-    actions = driver.done(second)
-    assert of(actions, ReleaseReplica) == [ReleaseReplica(first.replica)]
 
 
 def test_draining_replica_does_not_wait_for_a_stage_without_replicas_which_its_worker_may_leave_to_serve() -> None:
@@ -51,14 +48,3 @@ def test_draining_replica_does_not_wait_for_a_stage_without_replicas_which_its_w
     again = only(driver.ready("s1r2", 1), SendBatch)
     assert (again.stage, again.requests) == (0, second.requests)
     assert answered(driver.answer_all([again])) == [1]
-
-
-def hedged() -> tuple[SchedulerHarness, SendBatch, SendBatch]:
-    """A batch in flight twice at stage 1, with the input at a replica of stage 0: the first attempt and its hedge."""
-    driver = SchedulerHarness(stages=2, hedge_factor=2.0, hedge_floor_s=0.02, hedge_budget=1.0)
-    for _ in range(60):  # 10 ms in each stage
-        driver.answer_all(driver.arrive())
-    second = only(driver.done(only(driver.arrive(), SendBatch), 0.01, kept=True), SendBatch)
-    hedge = only(driver.wait(0.03), SendBatch)
-    assert (hedge.kind, hedge.stage) == ("hedge", 1)
-    return driver, second, hedge
