@@ -42,15 +42,8 @@ def inject_fault(simulator: Simulator, fault: str, name: str, random: Random) ->
         case "mass_cancel":
             for request in list(simulator.open)[::2]:
                 simulator.cancel(request)
-        case _:
-            return _redundant(simulator, worker) and _inject_one(worker, fault, random)
-    return True
-
-
-def _inject_one(worker: Worker, fault: str, random: Random) -> bool:
-    if not worker.serving:
-        return False
-    match fault:
+        case _ if not (worker.serving and _redundant(simulator, worker)):
+            return False
         case "kill":
             worker.kill()
         case "freeze":
