@@ -28,7 +28,7 @@ def _logging_restored() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--stages", "64"), "can be cut into at most"),
+        (("--stages", "8", "--replicas", "1"), "can be cut into at most"),
         (("--device", "cuda:99"), "device 'cuda:99' does not exist"),
         (("--tls-cert-file", __file__, "--tls-key-file", __file__), "no certificate"),
     ],
