@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from multiworld_client import AsyncClient, Client
+from multiworld_client import AsyncClient, Client, Prediction
 from multiworld_serving.testing.load.images import photo
 from tests.waiting import wait_until
 
@@ -33,6 +33,10 @@ class Calls:
         except Exception as error:  # noqa: BLE001
             self.failures.append(error)
 
+    def count(self, prediction: Prediction) -> None:
+        """Count the prediction of a call that was retried."""
+        self.retried += prediction.tries > 1
+
     def until_answered(self, more: int) -> None:
         """Wait for this many further answers."""
         wanted = self.answered + more
@@ -47,13 +51,13 @@ def clients(*urls: str) -> Iterator[Calls]:
     def threads_call(client: Client) -> None:
         while not stop.wait(PAUSE_S):
             with calls.counted():
-                calls.retried += client.predict(PHOTO).tries > 1
+                calls.count(client.predict(PHOTO))
 
     async def task_calls(client: AsyncClient) -> None:
         while not stop.is_set():
             await asyncio.sleep(PAUSE_S)
             with calls.counted():
-                calls.retried += (await client.predict(PHOTO)).tries > 1
+                calls.count(await client.predict(PHOTO))
 
     async def tasks_call() -> None:
         async with AsyncClient(urls, timeout_s=WAIT_S) as client:

@@ -15,7 +15,7 @@ class HostileRequest:
 
     Attributes:
         answer: status and reason of the response of a frontend; several responses are separated by commas.
-        proxied: the response through HAProxy, if only HAProxy rejects the request or handles it correctly.
+        proxied: the responses through HAProxy, if only HAProxy rejects the request or handles it correctly.
     """
 
     name: str
@@ -79,7 +79,7 @@ HOSTILE_REQUESTS = (
     HostileRequest("a chunk of a negative size", _post(_CHUNKED, body=b"-1\r\n"), _RAW),
     HostileRequest("a chunk beyond 64 bits", _post(_CHUNKED, body=b"f" * 17 + b"\r\na\r\n"), _RAW),
     HostileRequest("a chunk longer than it says", _post(_CHUNKED, body=b"1\r\nabc\r\n" + _END), _RAW),
-    HostileRequest("a chunk extension of 1 MiB", _post(_CHUNKED, body=b"1;" + b"a" * 2**20), "431", "400"),
+    HostileRequest("a chunk extension of 1 MiB", _post(_CHUNKED, body=b"1;" + b"a" * 2**20), "431", "400 or 408"),
     HostileRequest("a trailer of 1 MiB", _post(_CHUNKED, body=b"0\r\nX: " + b"a" * 2**20), "431", "400"),
     HostileRequest("CONNECT", b"CONNECT a:1 HTTP/1.1\r\nHost: a:1\r\n\r\n", _RAW),
     HostileRequest(

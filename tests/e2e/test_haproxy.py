@@ -114,7 +114,7 @@ def test_hostile_inputs_get_their_responses_and_do_not_affect_other_requests(fro
 
 @pytest.mark.parametrize("hostile", [each for each in HOSTILE_REQUESTS if each.proxied], ids=lambda each: each.name)
 def test_hostile_request_gets_another_response_through_the_proxy(proxied: int, hostile: HostileRequest) -> None:
-    assert asyncio.run(ask("127.0.0.1", proxied, hostile, hostile.proxied)) == hostile.proxied
+    assert asyncio.run(ask("127.0.0.1", proxied, hostile, hostile.proxied)) in hostile.proxied.split(" or ")
 
 
 @pytest.mark.parametrize("hostile", [SILENT, SLOW_HEAD], ids=lambda each: each.name)
