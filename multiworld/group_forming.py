@@ -1,4 +1,4 @@
-"""Forms the world of a process group, with rank 0 at a known address or at one that it publishes in a store of torch."""
+"""Forms the world of a process group. Rank 0 listens at a given address, or publishes its address in a store of torch."""
 
 import contextlib
 import secrets

@@ -1,4 +1,4 @@
-"""A service that runs on this machine, and one that is a child process with its log, for benchmarks, fault injection and tests."""
+"""Controls a service on this machine, and can start it as a child process. Benchmarks, fault injection and tests use it."""
 
 import contextlib
 import json

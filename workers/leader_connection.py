@@ -1,4 +1,4 @@
-"""Which leader a worker joins: the first one that it can reach, the next one when that is lost, and an earlier one when it is back."""
+"""Chooses and joins the leader of a worker: the first reachable one, the next one after a loss, an earlier one when it has recovered."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Receives and loads the stages that the leader assigns; reuses those that are in memory since the last leader was lost."""
+"""Receives and loads the stages that the leader assigns. Reuses stages that are still in memory."""
 
 import asyncio
 import hashlib
@@ -23,7 +23,7 @@ from multiworld_serving.workers.compute.engine import Engine, LoadedStage, Stage
 
 logger = logging.getLogger(__name__)
 
-_COPIES_OF_WEIGHTS = 2
+_COPIES_WHILE_LOADING = 2
 """Held at once while a stage is loaded: the received bytes, and the stage's parameters. Leaders assume this, too."""
 
 _MAX_BATCH_BYTES = 1 << 36
@@ -109,7 +109,7 @@ class AssignedStage:
             return 0.0
         engine.drop_kept()
         if stages:  # the kernel's OOM killer would end the stages that serve as well
-            check_memory(_COPIES_OF_WEIGHTS * assignment.weights_bytes)
+            check_memory(_COPIES_WHILE_LOADING * assignment.weights_bytes)
         self._weights = weights = torch.empty(assignment.weights_bytes, dtype=torch.uint8)
         fetch()
         await self._complete.wait()

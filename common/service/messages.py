@@ -75,7 +75,7 @@ class Rejection(Failure, frozen=True):
         return RequestRejected.for_reason(self.reason, self.detail, retry_after_s=self.retry_after_s)
 
 
-class Operation(Body, frozen=True):
+class AdminOperation(Body, frozen=True):
     """Frontend to the acting leader; `weights` and `revision` as for `Leader.load_version`. Replies: Steps, then Done or Rejection."""
 
     operation: OperationName
@@ -137,7 +137,17 @@ class LeaderState(Body, frozen=True):
 
 
 FRONTEND_PROTOCOL = Protocol(
-    LeaderState | Predict | Prediction | RowsLost | Rejection | Operation | Step | Done | Follow | Scrape | Metrics,
+    LeaderState
+    | Predict
+    | Prediction
+    | RowsLost
+    | Rejection
+    | AdminOperation
+    | Step
+    | Done
+    | Follow
+    | Scrape
+    | Metrics,
     Rejection.of,
 )
 MAX_BYTES = 8 * MAX_ROW_BYTES

@@ -35,7 +35,7 @@ from multiworld_serving.server.leader.versions.version_table import VersionPlan
 logger = logging.getLogger(__name__)
 
 _CAPACITY_INTERVAL_S = 0.5
-_COPIES_OF_WEIGHTS = 2
+_COPIES_WHILE_LOADING = 2
 """Held by a worker while it loads: as in `workers.stage_loader`."""
 
 
@@ -74,7 +74,7 @@ def _check_memory(settings: LeaderSettings, plan: VersionPlan) -> None:
     """Raise UserError if the workers, which all load at the same time, need more memory than this machine has left."""
     copies = settings.replicas + settings.spares
     try:
-        check_memory(_COPIES_OF_WEIGHTS * copies * sum(stage.weights.size for stage in plan.stages))
+        check_memory(_COPIES_WHILE_LOADING * copies * sum(stage.weights.size for stage in plan.stages))
     except MemoryError as error:
         workers = f"{settings.stages} stages x {settings.replicas} replicas + {settings.spares} spares"
         raise UserError(f"{settings.model_source} does not fit into the memory: {workers} {error}") from error

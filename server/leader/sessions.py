@@ -23,11 +23,11 @@ from multiworld_serving.common.service.errors import StageError
 from multiworld_serving.common.service.messages import (
     FRONTEND_PROTOCOL,
     MAX_BYTES,
+    AdminOperation,
     Done,
     Follow,
     LeaderState,
     Metrics,
-    Operation,
     Predict,
     Scrape,
     Step,
@@ -232,7 +232,7 @@ class FrontendSession:
         match received.body:
             case Predict() as request:
                 self._predict(number, request, received.payload)
-            case Operation() as operation:
+            case AdminOperation() as operation:
                 self.link.handle(number, self._operate(number, operation))
             case Scrape(others=others):
                 self.link.handle(number, self._sessions.scrape(others_than=self if others else None))
@@ -271,7 +271,7 @@ class FrontendSession:
             raise ValueError(f"a reference to rows of {row_bytes} bytes; expected at most {rows.max_row_bytes}")
         return RemoteInput(self.who.edge, request.tensor, row_bytes)
 
-    async def _operate(self, number: int, asked: Operation) -> Done:
+    async def _operate(self, number: int, asked: AdminOperation) -> Done:
         """Run an administrative operation."""
         serving, version = self._sessions.leader.serving, None
         match asked.operation:

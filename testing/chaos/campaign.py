@@ -17,7 +17,7 @@ from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.testing.chaos.faults import FAULTS
 from multiworld_serving.testing.chaos.faults.fault import NEEDS, WAIT_S, Fault, FaultContext, Scope
 from multiworld_serving.testing.chaos.journal import Injection, Journal
-from multiworld_serving.testing.chaos.observer import NotRecoveredError, Observer, Replica, Snapshot
+from multiworld_serving.testing.chaos.observer import NotRecoveredError, ObservedReplica, Observer, Snapshot
 from multiworld_serving.testing.chaos.system.processes import Resources, resources
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.requests import ReferenceRequest, count_indistinguishable, served_requests
@@ -128,9 +128,9 @@ def _missing_targets_reason(fault: Fault, now: Snapshot) -> str:
     return f"needs {NEEDS[fault.scope]}" if fault.scope in NEEDS and not _groups(fault.scope, now) else ""
 
 
-def _groups(scope: Scope, now: Snapshot) -> list[tuple[Replica, ...]]:
+def _groups(scope: Scope, now: Snapshot) -> list[tuple[ObservedReplica, ...]]:
     """Return all possible target sets of a fault of this scope."""
-    stages: dict[int, list[Replica]] = {}
+    stages: dict[int, list[ObservedReplica]] = {}
     for replica in now.replicas.values():
         stages.setdefault(replica.stage, []).append(replica)
     shared = [stage for stage in stages.values() if len(stage) > 1]
@@ -141,7 +141,7 @@ def _groups(scope: Scope, now: Snapshot) -> list[tuple[Replica, ...]]:
     return [tuple(stage) for stage in stages.values()] if scope == "stage" else [tuple(now.replicas.values())]
 
 
-def choose_targets(fault: Fault, now: Snapshot, generator: random.Random) -> tuple[Replica, ...]:
+def choose_targets(fault: Fault, now: Snapshot, generator: random.Random) -> tuple[ObservedReplica, ...]:
     """Return the targets of this fault; empty for a scope without workers. Requires an empty `missing_targets_reason`."""
     return generator.choice(_groups(fault.scope, now)) if fault.scope in NEEDS else ()
 
@@ -259,7 +259,7 @@ def _inject_and_wait(fault: Fault, context: FaultContext) -> Snapshot | None:
         return None
 
 
-def _broken(targets: Sequence[Replica], snapshots: Sequence[Snapshot], at_s: float) -> list[tuple[str, float]]:
+def _broken(targets: Sequence[ObservedReplica], snapshots: Sequence[Snapshot], at_s: float) -> list[tuple[str, float]]:
     """Return cause and detection time of the first break of each target."""
     found = []
     for target in targets:

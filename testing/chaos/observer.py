@@ -23,7 +23,7 @@ class NotRecoveredError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ObservedReplica:
     """One slot of a stage at one time."""
 
     stage: int
@@ -46,7 +46,7 @@ class Replica:
     def ready(self) -> bool:
         return self.state == "ready"
 
-    def broken_since(self, before: "Replica") -> bool:
+    def broken_since(self, before: "ObservedReplica") -> bool:
         """Whether the world of `before` has broken."""
         if self.state not in ("ready", "draining"):
             return True
@@ -55,7 +55,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Leader:
+class ObservedLeader:
     """One leader at one time.
 
     Attributes:
@@ -72,8 +72,8 @@ class Snapshot:
     """All replicas at one time."""
 
     at_s: float = field(compare=False)
-    replicas: dict[ReplicaKey, Replica]
-    leaders: tuple[Leader, ...] = ()
+    replicas: dict[ReplicaKey, ObservedReplica]
+    leaders: tuple[ObservedLeader, ...] = ()
     frontends: frozenset[int] = frozenset()
     """Process ids of the frontends."""
 
@@ -96,13 +96,13 @@ class Snapshot:
 def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
     """Parse a document of GET /status."""
     found = {}
-    leaders = tuple(Leader(each["address"], each["state"], each["pid"]) for each in status.get("leaders", ()))
+    leaders = tuple(ObservedLeader(each["address"], each["state"], each["pid"]) for each in status.get("leaders", ()))
     # The stages are those of one of the leaders.
     source = next((each["pid"] for each in status.get("leaders", ()) if each["uptime_s"] == status["uptime_s"]), None)
     for stage in status["stages"]:
         for replica in stage["replicas"]:
             failure = replica["last_failure"] or {}
-            found[stage["index"], replica["slot"]] = Replica(
+            found[stage["index"], replica["slot"]] = ObservedReplica(
                 stage=stage["index"],
                 slot=replica["slot"],
                 state=replica["state"],

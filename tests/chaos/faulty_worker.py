@@ -67,7 +67,7 @@ def _plant(fault: str) -> None:
         output = forward(*arguments)
         return output + 1 if fault == "lies" else output
 
-    async def counted_compute(*arguments: Any) -> engine.Computed:
+    async def counted_compute(*arguments: Any) -> engine.ComputedBatch:
         nonlocal batches
         batches += 1
         return await compute(*arguments)

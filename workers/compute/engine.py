@@ -30,7 +30,7 @@ KEEP_S = 30.0
 """How long stages stay in memory after the leader that has assigned them was lost."""
 _COMPILER_BYTES = 1 << 30
 """Memory of the compiler besides weights."""
-_COPIES_OF_WEIGHTS = 3
+_COPIES_WHILE_COMPILING = 3
 """While a stage is compiled: received, as parameters, and folded."""
 _SMALL_BATCH_S = 0.12
 """Operations of a batch are large enough to gain from more threads if its rows, one by one on one thread, take longer."""
@@ -68,7 +68,7 @@ class LoadedStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedBatch:
     """A computed batch.
 
     Attributes:
@@ -206,7 +206,7 @@ class Engine:
 
         def build() -> CompiledStage:
             sizes = len(batch_sizes(task.max_batch_size))  # each has the weights in its own layout
-            check_memory(_COMPILER_BYTES + (_COPIES_OF_WEIGHTS + sizes) * task.weights.nbytes)
+            check_memory(_COMPILER_BYTES + (_COPIES_WHILE_COMPILING + sizes) * task.weights.nbytes)
             stage = load_bundle_stage(task.spec, task.weights)
             return CompiledStage(stage, task.max_batch_size, task.tuning, self.device)
 
@@ -224,7 +224,7 @@ class Engine:
         batch: Tensor,
         float32_as: torch.dtype = torch.float32,
         allocate: Allocate | None = None,
-    ) -> Computed:
+    ) -> ComputedBatch:
         """Compute a batch of this stage.
 
         Args:
@@ -236,14 +236,14 @@ class Engine:
         asked_ns = time.perf_counter_ns()
         arrived = self.transfers.to_device(batch)
 
-        def compute() -> Computed:
+        def compute() -> ComputedBatch:
             started_ns = time.perf_counter_ns()
             with torch_threads(stage.row_threads if len(batch) == 1 else stage.batch_threads):
                 rows = arrived().to(stage.spec.input_rows.dtype)
                 output = self._forward(stage.optimized.module, rows, float32_as, allocate)
-            return Computed(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
+            return ComputedBatch(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
 
-        result: Computed = await self.run(owner, compute, is_batch=True)
+        result: ComputedBatch = await self.run(owner, compute, is_batch=True)
         return result
 
     async def _warmed_up(self, owner: object, task: StageTask, optimized: OptimizedStage) -> LoadedStage:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.service.errors import DeadlineError, NotReadyError, OverloadedError
-from multiworld_serving.common.service.messages import Done, Operation, OperationName, Predict, Step, parse_rows
+from multiworld_serving.common.service.messages import AdminOperation, Done, OperationName, Predict, Step, parse_rows
 from multiworld_serving.common.service.predictor import ModelVersion, Prediction, RestartStep, ServedModel
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
 from multiworld_serving.common.wire.link import LinkLostError
@@ -262,7 +262,7 @@ class LeaderPool:
             if link is None:
                 break
             try:
-                async with aclosing(link.connected().stream(Operation(operation, weights, revision))) as steps:
+                async with aclosing(link.connected().stream(AdminOperation(operation, weights, revision))) as steps:
                     async for step in steps:
                         yield step
                 return

@@ -1,6 +1,6 @@
 """Decides what to do with the workers: from what is desired and what they are, the next steps. Pure.
 
-The invariants, which `tests/unit/replicas/test_reconcile.py` checks with random failures:
+The invariants, which `tests/unit/scheduling/test_reconcile.py` checks with random failures:
 
 - No step takes the last ready replica of a stage that serves.
 - At most one worker at a time is moved or restarted, and only while every other one is settled.

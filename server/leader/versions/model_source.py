@@ -28,7 +28,7 @@ from multiworld_serving.server.leader.versions.version_table import VersionPlan,
 
 logger = logging.getLogger(__name__)
 
-_COPIES_OF_WEIGHTS = 4
+_COPIES_WHILE_EXPORTING = 4
 """Copies in memory while weights are exported: the file, its tensors, the module, the bundle."""
 _INTERFACE = ("inputs", "outputs", "dimensions", "image", "labels")
 """What clients rely on: the fields of `ServedModel` that all versions have in common."""
@@ -105,7 +105,7 @@ class ModelSource:
         """
         settings = self._settings
         if bundle_path(settings) is None:
-            check_memory(_COPIES_OF_WEIGHTS * first.graph.weights_bytes)
+            check_memory(_COPIES_WHILE_EXPORTING * first.graph.weights_bytes)
             return _like(first, self._read(settings.weights if weights is None else self._allowed(weights)))
         if weights is None:
             return self._read(settings.weights)

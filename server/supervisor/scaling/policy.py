@@ -82,7 +82,7 @@ class ScalingPolicy:
 
 
 def _surplus(need: Sequence[int], reports: Sequence[CapacityReport], workers: Collection[str]) -> Stop | None:
-    """The worker to stop: the one that was started last, of the stage that has the most replicas above its need.
+    """Choose the worker to stop: the newest worker of the stage with the most replicas above its need.
 
     None if no stage has more replicas than it needs. A worker that has not joined a leader is neither counted nor stopped.
     """

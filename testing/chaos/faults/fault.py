@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from multiworld_serving.testing.chaos.observer import Observer, Replica, Snapshot
-from multiworld_serving.testing.chaos.system.processes import Process
+from multiworld_serving.testing.chaos.observer import ObservedReplica, Observer, Snapshot
+from multiworld_serving.testing.chaos.system.processes import SystemProcess
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import RunningService
 
@@ -49,7 +49,7 @@ class FaultContext:
 
     system: RunningService
     observer: Observer
-    targets: Sequence[Replica]
+    targets: Sequence[ObservedReplica]
     heartbeat_timeout_s: float
     request: ReferenceRequest
     number: int = 0
@@ -66,21 +66,23 @@ class FaultContext:
         """Record the time of the injection."""
         self.at_s = self.at_s or time.time()
 
-    def processes(self, targets: Sequence[Replica] | None = None) -> contextlib.AbstractContextManager[list[Process]]:
+    def processes(
+        self, targets: Sequence[ObservedReplica] | None = None
+    ) -> contextlib.AbstractContextManager[list[SystemProcess]]:
         """Open the processes of all or some targets. Raises KeyError if one is not known."""
         pids = self.system.worker_pids()
         return self.open(pids[str(target.worker)] for target in targets or self.targets)
 
     @contextlib.contextmanager
-    def open(self, pids: Iterable[int]) -> Iterator[list[Process]]:
+    def open(self, pids: Iterable[int]) -> Iterator[list[SystemProcess]]:
         """Open processes of the service, and record the time of the injection. Raises ProcessLookupError if one has ended."""
         with ExitStack() as stack:
-            found = [stack.enter_context(Process(pid)) for pid in pids]
+            found = [stack.enter_context(SystemProcess(pid)) for pid in pids]
             self.begin()
             yield found
 
     @contextlib.contextmanager
-    def child(self, kind: str) -> Iterator[Process]:
+    def child(self, kind: str) -> Iterator[SystemProcess]:
         """Open one leader or frontend, in each injection another one. Raises ProcessLookupError if it has ended."""
         pids = sorted(self.system.child_pids(kind).items())
         slot, pid = pids[self.number % len(pids)]
@@ -88,21 +90,21 @@ class FaultContext:
         with self.open([pid]) as (process,):
             yield process
 
-    def signal(self, signum: signal.Signals, targets: Sequence[Replica] | None = None) -> None:
+    def signal(self, signum: signal.Signals, targets: Sequence[ObservedReplica] | None = None) -> None:
         """Send a signal to all or some targets, as close together as possible."""
         with self.processes(targets) as processes:
             for process in processes:
                 process.send(signum)
 
     @contextlib.contextmanager
-    def stopped(self, targets: Sequence[Replica] | None = None) -> Iterator[None]:
+    def stopped(self, targets: Sequence[ObservedReplica] | None = None) -> Iterator[None]:
         """Stop all or some targets while the block runs."""
         with self.processes(targets) as processes, ExitStack() as stack:
             for process in processes:
                 stack.enter_context(process.stopped())
             yield
 
-    def wait_broken(self, targets: Sequence[Replica] | None = None) -> None:
+    def wait_broken(self, targets: Sequence[ObservedReplica] | None = None) -> None:
         """Wait until the leader has detected that the worlds of these replicas (default: all targets) broke. Raises NotRecoveredError."""
         chosen = targets or self.targets
         self.observer.wait(
@@ -131,7 +133,7 @@ class FaultContext:
             "served by a new frontend",
         )
 
-    def wait_rejoining(self, before: Replica) -> Replica:
+    def wait_rejoining(self, before: ObservedReplica) -> ObservedReplica:
         """Wait until a worker has joined this slot with a later generation, ready or not, or a spare has it. Returns the replica."""
 
         def is_taken(now: Snapshot) -> bool:

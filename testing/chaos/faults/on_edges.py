@@ -6,9 +6,9 @@ import signal
 from collections.abc import Sequence
 
 from multiworld_serving.testing.chaos.faults.fault import HOLD_S, FaultContext, fault
-from multiworld_serving.testing.chaos.observer import Replica
+from multiworld_serving.testing.chaos.observer import ObservedReplica
 from multiworld_serving.testing.chaos.system import network
-from multiworld_serving.testing.chaos.system.processes import Connection, Process
+from multiworld_serving.testing.chaos.system.processes import Connection, SystemProcess
 
 
 def connections_between(one: Sequence[Connection], other: Sequence[Connection]) -> list[Connection]:
@@ -17,7 +17,7 @@ def connections_between(one: Sequence[Connection], other: Sequence[Connection]) 
     return [each for each in one if (each.remote_host, each.remote_port, each.local_host, each.local_port) in ends]
 
 
-def _edges(processes: Sequence[Process]) -> list[Connection]:
+def _edges(processes: Sequence[SystemProcess]) -> list[Connection]:
     one, other = processes
     return connections_between(one.connections(), other.connections())
 
@@ -68,7 +68,7 @@ def _kill_reader(context: FaultContext) -> None:
     _kill_while_stopped(context, killed=reader, stopped=holder)
 
 
-def _kill_while_stopped(context: FaultContext, *, killed: Replica, stopped: Replica) -> None:
+def _kill_while_stopped(context: FaultContext, *, killed: ObservedReplica, stopped: ObservedReplica) -> None:
     """Kill a worker while another one is stopped for half the heartbeat timeout, so that it lives."""
     with context.stopped([stopped]):
         context.hold(context.heartbeat_timeout_s / 4)

@@ -23,10 +23,10 @@ class Connection(NamedTuple):
     remote_port: int
 
 
-class Process:
+class SystemProcess:
     """A process, referenced by a pidfd so that a reused pid is never signalled.
 
-    Use as `with Process(pid)`. Raises ProcessLookupError if there is no such process.
+    Use as `with SystemProcess(pid)`. Raises ProcessLookupError if there is no such process.
     """
 
     def __init__(self, pid: int) -> None:

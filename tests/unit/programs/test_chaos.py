@@ -12,7 +12,7 @@ import pytest
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.testing.chaos.journal import Injection, Journal
-from multiworld_serving.testing.chaos.observer import Observer, Replica
+from multiworld_serving.testing.chaos.observer import ObservedReplica, Observer
 from multiworld_serving.testing.load.clients import Sample
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import start_program
@@ -88,6 +88,6 @@ def test_signal_for_the_driver_does_not_reach_the_service() -> None:
 
 
 def test_slot_has_broken_if_a_spare_has_taken_it_over() -> None:
-    before = Replica(stage=0, slot=0, state="ready", generation=1, worker="a", cause=None, failed_s=None)
+    before = ObservedReplica(stage=0, slot=0, state="ready", generation=1, worker="a", cause=None, failed_s=None)
     assert not before.broken_since(before)
     assert replace(before, worker="spare").broken_since(before)

@@ -13,7 +13,7 @@ import torch
 from multiworld_serving.common.config.addresses import Address
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.service.administration import Desired
-from multiworld_serving.common.service.messages import Done, Follow, LeaderState, Operation, Predict, Scrape, Step
+from multiworld_serving.common.service.messages import AdminOperation, Done, Follow, LeaderState, Predict, Scrape, Step
 from multiworld_serving.common.service.predictor import ImageSizes, ModelVersion, Prediction, ServedModel
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.protocol import Kind, Received, rows_payload
@@ -122,7 +122,7 @@ class FakeLeader(LeaderLink):
         probabilities = memoryview(bytearray(rows_payload(found.output)))
         return Received(Kind.REPLY, 1, found, probabilities)
 
-    async def stream(self, operation: Operation) -> AsyncGenerator[Step | Done, None]:
+    async def stream(self, operation: AdminOperation) -> AsyncGenerator[Step | Done, None]:
         self.operations.append(operation.operation)
         await asyncio.sleep(0)
         if operation.operation == "load-version":

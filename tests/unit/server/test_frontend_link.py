@@ -21,8 +21,8 @@ from multiworld_serving.common.service.errors import STATUS_OF_REASON, Overloade
 from multiworld_serving.common.service.messages import (
     FRONTEND_PROTOCOL,
     MAX_BYTES,
+    AdminOperation,
     Done,
-    Operation,
     Predict,
     Rejection,
     Scrape,
@@ -235,7 +235,7 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps(ends: 
             case Scrape():
                 works.append(asyncio.get_running_loop().create_future())
                 ends.leader.handle(received.number, result_of(works[-1]))
-            case Operation():
+            case AdminOperation():
                 ends.leader.reply(received.number, Step(RestartStep("w", "s0.r0", "restarting", 1, 1)), kind=Kind.STEP)
                 ends.leader.reply_error(received.number, RestartFailedError("stuck"))
 
@@ -257,7 +257,7 @@ async def test_call_gets_its_reply_or_an_exception_and_a_stream_its_steps(ends: 
     assert isinstance((await waiting[3]).body, Done)
     with pytest.raises(TimeoutError):
         await ends.frontend.call(Scrape(others=True), timeout_s=0.01)
-    steps = ends.frontend.stream(Operation("rolling-restart"))
+    steps = ends.frontend.stream(AdminOperation("rolling-restart"))
     assert isinstance(await anext(steps), Step)
     with pytest.raises(RestartFailedError, match="stuck"):
         await anext(steps)
