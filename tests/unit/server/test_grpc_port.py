@@ -136,9 +136,10 @@ async def never() -> AsyncIterator[bytes]:
 
 async def test_calls_that_send_nothing_keep_out_neither_probes_nor_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_port, "_SLOW_S", 0.2)
-    monkeypatch.setattr(grpc_port, "_SMALL_S", 0.2)
+    monkeypatch.setattr(grpc_port, "_SMALL_S", PATIENCE_S)
     async with running_grpc(max_body_bytes=1 << 20, max_held_bytes=4 << 20) as port, channel(port.number) as opened:
-        methods = ["ServerLive", "ModelReady", "ModelInfer"] * 8  # more than places
+        # As many as there are places: nothing waits behind the calls of the test, so that these have no limit of time themselves.
+        methods = ["ServerLive", "ModelReady", "ModelInfer"] * 4
         silent = [opened.stream_unary(f"/inference.GRPCInferenceService/{each}")(never()) for each in methods]
         await until(lambda: port.port._infer_places._free.locked() and port.port._places._free.locked())
         assert (await port.stub.ServerLive(pb.ServerLiveRequest(), timeout=PATIENCE_S)).live
