@@ -36,12 +36,12 @@ PROGRAMS: tuple[type[Settings], ...] = (ServeSettings, LeaderSettings, FrontendS
 METAVARS = {"s": "SECONDS", "labels": "FILE", "host": "ADDRESS", "leader": "HOST:PORT"}
 """Placeholder of the value in `--help`, by the last word of the setting's name; the default is that word in capitals."""
 _IN_SHORT_HELP = {
-    *("model", "handler", "stages", "replicas", "spares", "leaders", "autoscale", "device", "max_batch_size"),
+    *("model", "stages", "replicas", "spares", "leaders", "autoscale", "device", "max_batch_size"),
     *("host", "http_port", "join_host", "leader", "external_workers", "token_file", "api_keys_file", "name"),
 }
 """The settings that `--help` lists; `--help-all` lists all."""
 HELP = frozenset({"-h", "--help", "--help-all"})
-_REPEATED = ("leader", "model", "url")
+_REPEATED = ("leader", "model", "url", "allow")
 """Options that may be repeated: their values are joined by commas."""
 
 

@@ -8,7 +8,7 @@ from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan, make_bundle_plan
 
 
 @cache
@@ -19,16 +19,16 @@ def _resnet(weights: str, image_size: int) -> Bundle:
 
 def resnet_plan(
     weights: str, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1, *, image_size: int
-) -> tuple[StagePlan, ...]:
+) -> tuple[BundlePlan, ...]:
     """The stages of a ResNet-18."""
     return make_bundle_plan(_resnet(weights, image_size), num_stages, tuning, number)
 
 
-def sent_weights(plan: StagePlan) -> torch.Tensor:
+def sent_weights(plan: BundlePlan) -> torch.Tensor:
     """The bytes that the leader sends."""
     return torch.cat(list(plan.weights.chunks()))
 
 
-def sent_stage(plan: StagePlan) -> BundleStage:
+def sent_stage(plan: BundlePlan) -> BundleStage:
     """The stage as a worker loads it, before it is optimized."""
     return load_bundle_stage(BundleStageSpec.from_json(plan.spec.to_json()), sent_weights(plan))

@@ -18,6 +18,7 @@ from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.settings.worker import WorkerSettings
+from multiworld_serving.models.stages.pipeline import PipelineSource
 from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
@@ -65,7 +66,7 @@ def device_of(name: str, slot: int) -> torch.device:
 
 
 async def _serve(settings: WorkerSettings, device: torch.device) -> int:
-    stop, engine = asyncio.Event(), Engine(device)
+    stop, engine = asyncio.Event(), Engine(device, allowed=_allowed(settings))
     metrics = WorkerMetrics()
     loop = asyncio.get_running_loop()
     exit_timer.handle_loop_errors(loop)
@@ -93,6 +94,16 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
         engine.close()
     logger.info("stopped")
     return status
+
+
+def _allowed(settings: WorkerSettings) -> dict[str, PipelineSource]:
+    """The pipelines of --allow by name. Raises UserError."""
+    found: dict[str, PipelineSource] = {}
+    for text in filter(None, map(str.strip, (settings.allow or "").split(","))):
+        source = PipelineSource.parse(text)
+        if source is None or found.setdefault(source.name, source) != source:
+            raise UserError(f"--allow {text}: expected FILE.py:LIST or MODULE:LIST, and each name once")
+    return found
 
 
 async def _open_edges(

@@ -174,7 +174,7 @@ class Session:
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)
-            logger.exception("world=%s stage=%d a batch raised", world.name, batch.stage)
+            logger.exception("world=%s stage=%d %s a batch raised", world.name, batch.stage, stage.spec.blocks[0])
             if await self._engine.has_failed(self, error):
                 self.device_failed = True
                 world.fail(Cause.ERROR, world.rank, "the GPU has failed for this process")

@@ -19,6 +19,7 @@ from multiworld_serving.common.wire.work import StageAssignment
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import CompileError, StageSpecError
 from multiworld_serving.models.optimize.tuning import Tuning
+from multiworld_serving.models.stages.stage import stage_spec
 from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,11 @@ class AssignedStage:
 
     def __init__(self, assignment: StageAssignment) -> None:
         self.assignment = assignment
-        self.spec = spec = BundleStageSpec.from_json(assignment.spec)
-        if assignment.max_batch_size * spec.input_rows.max_row_bytes > _MAX_BATCH_BYTES:
+        self.spec = spec = stage_spec(assignment.spec)
+        if (
+            isinstance(spec, BundleStageSpec)
+            and assignment.max_batch_size * spec.input_rows.max_row_bytes > _MAX_BATCH_BYTES
+        ):
             raise StageSpecError(
                 f"batches of {assignment.max_batch_size} rows of {spec.input_rows.max_row_bytes} bytes; "
                 f"expected at most {_MAX_BATCH_BYTES} bytes"
@@ -78,9 +82,10 @@ class AssignedStage:
         inputs.check(self.assignment.max_batch_size)
         expected = self.spec.input_rows
         row_shape = (inputs.row_bytes,) if inputs.row_bytes else expected.dims
-        if not expected.accepts(row_shape):
+        relayed_shape = (inputs.relayed_row_bytes,) if inputs.relayed_row_bytes else row_shape
+        if not expected.accepts(row_shape) or not expected.accepts(relayed_shape) or relayed_shape > row_shape:
             raise WireError(f"a batch with rows of {row_shape}; expected {expected.dims}")
-        relayed = rows_of_payload(payload, len(inputs.relayed_at), self.dtype, row_shape)
+        relayed = rows_of_payload(payload, len(inputs.relayed_at), self.dtype, relayed_shape)
         return row_shape, relayed if inputs.relayed_at else None
 
     def add(self, chunk: memoryview) -> None:
@@ -111,8 +116,9 @@ class AssignedStage:
         if stages:  # the kernel's OOM killer would end the stages that serve as well
             check_memory(_COPIES_WHILE_LOADING * assignment.weights_bytes)
         self._weights = weights = torch.empty(assignment.weights_bytes, dtype=torch.uint8)
-        fetch()
-        await self._complete.wait()
+        if len(weights):
+            fetch()
+            await self._complete.wait()
         began_s = time.monotonic()
         self._weights = None
         await engine.loader.run(owner, partial(_check_weights, weights, assignment.weights_sha256))
@@ -140,8 +146,7 @@ async def _compile_and_replace(engine: Engine, serving: "weakref.ref[LoadedStage
         made = await engine.compile(task, lambda: serving() is not None)
         found = serving()
         if made is not None and found is not None:
-            found.optimized = made.optimized
-            found.row_threads, found.batch_threads = made.row_threads, made.batch_threads
+            found.replace(made)
             logger.info("stage=%d execution_mode=%s (%s)", index, made.optimized.mode, made.optimized.why)
     except (CompileError, MemoryError) as error:
         logger.warning("stage=%d stays as with --optimize fused, it cannot be compiled: %s", index, error)

@@ -148,7 +148,7 @@ class Edges:
         """A tensor [rows, *row_shape] from rows of several producers, which are fetched at the same time. Rows that nobody has are zeros.
 
         Args:
-            rest: rows that were not kept, and their positions.
+            rest: rows that were not kept, and their positions. Rows of bytes may be shorter.
             take: see `fetch`.
         Raises:
             RowsLostError: a producer could not send its rows.
@@ -168,11 +168,14 @@ class Edges:
             parts.append((source.at, part))
         if rest[0] is not None:
             parts.append((rest[1], rest[0]))
-        if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(rows)):
+        if len(parts) == 1 and tuple(parts[0][0]) == tuple(range(rows)) and parts[0][1].shape[1:] == row_shape:
             return parts[0][1]  # not copied
         batch = torch.zeros((rows, *row_shape), dtype=dtype)
         for at, part in parts:
-            batch[torch.tensor(at)] = part
+            if part.shape[1:] == row_shape:
+                batch[torch.tensor(at)] = part
+            else:  # shorter rows of bytes
+                batch[torch.tensor(at), : part.shape[1]] = part
         return batch
 
     async def fetch(
@@ -194,7 +197,8 @@ class Edges:
         try:
             async with asyncio.timeout(_TOTAL_S):
                 edge = self._edge(holder)
-                tensor = await edge.fetch(Fetch(tuple(refs), take), dtype, shape)
+                row_bytes = shape[1] if dtype == torch.uint8 and len(shape) == 2 else 0
+                tensor = await edge.fetch(Fetch(tuple(refs), take, row_bytes), dtype, shape)
         except (RowsLostError, TimeoutError) as error:
             self._metrics.fetches["failed"].inc()
             raise RowsLostError(str(error) or f"{holder} did not send it within {_TOTAL_S:g} s") from error
@@ -278,7 +282,7 @@ class Edges:
         while True:
             view = await world.recv_view(_check_size, _CONSUMER_RANK)
             fetch = _FETCH.decode(view.data.numpy().data)
-            found = self.store.rows(fetch.refs, allocate)
+            found = self.store.rows(fetch.refs, allocate, fetch.row_bytes)
             async with asyncio.timeout(_SEND_S):
                 if found is None:
                     await world.start_send_message(b"", None, _CONSUMER_RANK)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multiworld_serving.common.edges.metrics import EdgeMetrics
-from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef
+from multiworld_serving.common.wire.inputs import ALL_ROWS, RowRef, join_rows
 
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Returns an uninitialized contiguous tensor of this shape and dtype."""
@@ -78,11 +78,12 @@ class TensorStore:
             self.expire(number, expires_s)
         return number
 
-    def rows(self, refs: Sequence[RowRef], allocate: Allocate | None = None) -> Tensor | None:
+    def rows(self, refs: Sequence[RowRef], allocate: Allocate | None = None, row_bytes: int = 0) -> Tensor | None:
         """The referenced rows, concatenated; None if one of them is not here. A single reference is a view, not a copy.
 
         Args:
             allocate: makes the memory for several references.
+            row_bytes: see `Fetch`.
         """
         parts = []
         for number, row in refs:
@@ -91,13 +92,16 @@ class TensorStore:
                 return None
             parts.append(entry.tensor if row == ALL_ROWS else entry.tensor[row : row + 1])
         first = parts[0]
-        if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
+        packed = bool(row_bytes) and first.dtype == torch.uint8 and first.dim() == 2
+        row_shape = torch.Size((row_bytes,)) if packed else first.shape[1:]
+        if any(part.dtype != first.dtype or part.dim() != first.dim() or part.shape[1:] > row_shape for part in parts):
             return None
-        if len(parts) == 1:
+        if len(parts) == 1 and first.shape[1:] == row_shape:
             return first
-        if allocate is None:
-            return torch.cat(parts)
-        return torch.cat(parts, out=allocate((sum(map(len, parts)), *first.shape[1:]), first.dtype))
+        shape = (sum(map(len, parts)), *row_shape)
+        return join_rows(
+            parts, torch.empty(shape, dtype=first.dtype) if allocate is None else allocate(shape, first.dtype)
+        )
 
     def take(self, refs: Iterable[RowRef]) -> None:
         """These rows were sent to their last consumer. A tensor is released when all of its rows are taken."""

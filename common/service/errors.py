@@ -8,7 +8,6 @@
     ├── DrainingError               draining         retry elsewhere: this leader is stopping
     ├── PoisonError                 poison           do not retry: this request broke every world it was sent to
     ├── StageError                  stage_error      a stage raised an exception on this request
-    ├── HandlerError                handler_failed   the user's handler failed on this request
     ├── WithdrawnError              cancelled        the client went away
     └── InvalidRequestError         invalid_request  do not retry without a change of the request
         ├── InvalidParameterError   invalid_parameter
@@ -20,7 +19,7 @@
         ├── UnknownModelError       unknown_model
         ├── NoModelNamedError       no_model_named
         ├── WrongPathError          wrong_path
-        ├── HandlerInputError       invalid_input
+        ├── InvalidInputError       invalid_input
         ├── UnauthenticatedError    unauthenticated
         ├── ForbiddenError          forbidden
         └── ImageError              invalid_image
@@ -99,10 +98,6 @@ class StageError(RequestRejected, reason="stage_error", status=500):
     """A stage raised an exception on this request, or returned an invalid output."""
 
 
-class HandlerError(RequestRejected, reason="handler_failed", status=500):
-    """The handler raised an error, ended, was late, or returned what the model does not take."""
-
-
 class WithdrawnError(RequestRejected, reason="cancelled", status=499):
     """The client disconnected or cancelled the request."""
 
@@ -147,8 +142,8 @@ class WrongPathError(InvalidRequestError, reason="wrong_path", status=404):
     """This path does not serve this model."""
 
 
-class HandlerInputError(InvalidRequestError, reason="invalid_input", status=400):
-    """The handler does not accept the body, or the model does not take what it contains, such as an index out of range."""
+class InvalidInputError(InvalidRequestError, reason="invalid_input", status=400):
+    """A stage in Python does not accept the input, or the model does not take what it contains, such as an index out of range."""
 
 
 class UnauthenticatedError(InvalidRequestError, reason="unauthenticated", status=401):

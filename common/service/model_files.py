@@ -5,10 +5,16 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from multiworld_serving.common.settings.leader import LeaderSettings
-from multiworld_serving.models.errors import BundleError, WeightsError
+from multiworld_serving.models.errors import BundleError, StageSpecError, WeightsError
 from multiworld_serving.models.export.bundle_cache import SUFFIXES, exported, trained_weights
+from multiworld_serving.models.stages.pipeline import PipelineDescription, PipelineSource, expanded
+
+S = TypeVar("S", bound=LeaderSettings)
 
 MANIFEST = "manifest.json"
 _PATH_CHARACTERS = 1024
@@ -23,11 +29,13 @@ def check_model_files(settings: LeaderSettings) -> None:
         models.ModelError: there is no such file or folder.
     """
     path = bundle_path(settings)
-    if path is not None and not os.path.exists(path):
-        source, (file, is_function, _) = settings.model_source, settings.model_source.partition(".py:")
-        expected = "expected the path of a bundle that `multiworld export` wrote, or a name such as resnet50"
-        if is_function:
-            expected = f"export it first: multiworld export {source} -o {file}.bundle"
+    if (pipeline := pipeline_source(settings)) is not None:
+        pipeline.digest()
+    elif path is not None and not os.path.exists(path):
+        source = settings.model_source
+        expected = (
+            "expected the path of a bundle that `multiworld export` wrote, FILE.py:LIST, or a name such as resnet50"
+        )
         raise BundleError(f"--model {source}: there is no such file or folder; {expected}")
     if path is not None and settings.weights not in _DEFAULT_WEIGHTS:
         raise WeightsError(
@@ -45,14 +53,34 @@ def check_model_files(settings: LeaderSettings) -> None:
 def bundle_path(settings: LeaderSettings) -> Path | None:
     """The bundle that `--model` names by its path; None if it is the name of a model."""
     path = Path(settings.model_source)
+    if pipeline_source(settings) is not None:
+        return None
     return path if os.path.exists(path) or os.sep in settings.model_source or path.suffix else None
+
+
+def pipeline_source(settings: LeaderSettings) -> PipelineSource | None:
+    """The pipeline in Python that `--model` names; None if it names a bundle or a model of torchvision."""
+    return PipelineSource.parse(settings.model_source)
+
+
+def with_description(settings: S, description: PipelineDescription) -> S:
+    """The settings of a pipeline in Python. Raises StageSpecError for settings of stages that it does not have."""
+    found = expanded(description, settings.stage_settings)
+    replicas = [each.replicas or settings.replicas for each in found.stages for _ in range(each.stages)]
+    if settings.weights not in _DEFAULT_WEIGHTS or settings.image_size is not None:
+        raise StageSpecError("--weights and --image-size are not for pipelines in Python: load the weights in `setup`")
+    pipeline = msgspec.json.encode(found).decode()
+    return settings.model_copy(
+        update={"pipeline": pipeline, "stages": len(replicas), "stage_replicas": tuple(replicas)}
+    )
 
 
 def served_name(settings: LeaderSettings) -> str:
     """The name of the model: as given, or as its bundle or torchvision names it. A bundle that cannot be read has its file's name."""
     path = bundle_path(settings)
+    pipeline = pipeline_source(settings)
     if settings.model_name or path is None:
-        return settings.model_name or settings.model_source
+        return settings.model_name or (settings.model_source if pipeline is None else pipeline.stem)
     try:
         if path.is_dir():
             manifest = (path / MANIFEST).read_bytes()
@@ -71,7 +99,7 @@ def available_weights(settings: LeaderSettings) -> str:
         models.ModelError: there is no such model, or it cannot be exported.
     """
     weights = settings.weights
-    if bundle_path(settings) is None:
+    if bundle_path(settings) is None and pipeline_source(settings) is None:
         if weights == "auto":
             weights = trained_weights(
                 settings.model_source, settings.max_batch_size or 1, image_size=settings.image_size

@@ -13,6 +13,8 @@ from torch import Tensor
 from multiworld_serving.common.wire.inputs import Source
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.rows import RowFormat
+from multiworld_serving.models.stages.objects import OBJECT_ROWS
+from multiworld_serving.models.stages.pipeline import PipelineDescription
 
 MAX_ROW_BYTES = 1 << 27
 """Largest row that a frontend and a leader send each other. The largest image, 4096 x 4096 pixels, has 48 MiB."""
@@ -48,6 +50,8 @@ class ServedModel:
     """None: the input is not an image. Else it is uint8 [batch, 3, crop_size, crop_size]."""
     labels: tuple[str, ...] = ()
     """One per class, if the output is the probabilities of classes [batch, classes]; else empty."""
+    pipeline: PipelineDescription | None = None
+    """Of a pipeline in Python, whose rows are objects; it has no inputs and outputs then."""
 
     def __post_init__(self) -> None:
         for what, rows in (("inputs", self.input_rows), ("outputs", self.output_rows)):
@@ -59,11 +63,15 @@ class ServedModel:
     @cached_property
     def input_rows(self) -> RowFormat:
         """How the inputs of one sample travel."""
+        if self.pipeline is not None:
+            return OBJECT_ROWS
         return RowFormat(self.inputs, self.dimensions)
 
     @cached_property
     def output_rows(self) -> RowFormat:
         """How the outputs of one sample travel."""
+        if self.pipeline is not None:
+            return OBJECT_ROWS
         return RowFormat(self.outputs, self.dimensions)
 
     @property
@@ -73,6 +81,8 @@ class ServedModel:
 
     def __str__(self) -> str:
         """The interface in one line."""
+        if self.pipeline is not None:
+            return f"{self.name} ({' -> '.join(each.name for each in self.pipeline.stages)})"
         inputs, outputs = (
             ", ".join(f"{each.name} {each.dtype} [{', '.join(map(str, each.shape))}]" for each in tensors)
             for tensors in (self.inputs, self.outputs)

@@ -1,5 +1,6 @@
 """The settings of `multiworld leader` and those that frontends have too: every field with its unit, bounds, default and help text."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -46,8 +47,9 @@ class LeaderSettings(ServiceSettings):
     section: ClassVar[str] = "leader"
 
     model: str = setting("resnet50", "Model")
-    """Model to serve: the path of a bundle that `multiworld export` wrote, or a model of torchvision for images such as resnet50, which is
-    exported into ~/.cache/multiworld/bundles at the first start. NAME=SOURCE serves it by another name."""
+    """Model to serve: the path of a bundle that `multiworld export` wrote; a pipeline of stages in Python, as FILE.py:LIST or
+    MODULE:LIST; or a model of torchvision for images such as resnet50, which is exported into ~/.cache/multiworld/bundles at the first
+    start. NAME=SOURCE serves it by another name."""
     weights: str = setting("DEFAULT", "Model")
     """Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto (DEFAULT if
     available, else random:0 with a warning)."""
@@ -56,9 +58,13 @@ class LeaderSettings(ServiceSettings):
     image_size: int | None = setting(None, "Model", ge=8, le=4096)
     """Side in pixels of the square that is cropped from each image; none uses the size of the weights."""
     stages: int = setting(2, "Pipeline", ge=1, le=64)
-    """Number of pipeline stages that the model is partitioned into."""
+    """Number of pipeline stages that the model is partitioned into; a pipeline in Python has its own number."""
     replicas: int = setting(2, "Pipeline", ge=1, le=256)
     """Number of workers per stage."""
+    stage_settings: dict[str, dict[str, Any]] = setting(
+        {}, "Pipeline", allowed="""a table for each stage, or JSON such as {"Tokenize": {"replicas": 4}}"""
+    )
+    """Settings of single stages of a pipeline in Python by the names of their classes: device, replicas, max_batch_size, max_wait_ms."""
     spares: int = setting(0, "Pipeline", ge=0, le=256)
     """Number of spare workers, which hold all stages and replace a failed worker immediately."""
     optimize: Literal["eager", "fused", "compile"] = setting("fused", "Pipeline")
@@ -94,6 +100,10 @@ class LeaderSettings(ServiceSettings):
     metrics_port: int | None = setting(None, "Network", ge=0, le=65535)
     """Port of this leader's Prometheus metrics and of /healthz and /readyz; by default there is none, since frontends serve the metrics
     of their leaders too."""
+    pipeline: str | None = setting(None, INTERNAL)
+    """Description of a pipeline in Python as JSON; None: the leader reads it."""
+    stage_replicas: tuple[int, ...] = setting((), INTERNAL)
+    """Number of workers of each stage; empty: `replicas` for each."""
     join_fd: int | None = setting(None, INTERNAL)
     """Descriptor of a listening socket for the join port."""
     local_memory: bool = setting(False, INTERNAL)
@@ -111,6 +121,11 @@ class LeaderSettings(ServiceSettings):
     def model_source(self) -> str:
         """`model` without a name."""
         return self.model.removeprefix(f"{self.model_name}=") if self.model_name else self.model
+
+    @property
+    def replicas_by_stage(self) -> tuple[int, ...]:
+        """Number of workers of each stage."""
+        return self.stage_replicas or (self.replicas,) * self.stages
 
     @property
     def accepted_secrets(self) -> tuple[bytes, ...]:
@@ -131,6 +146,11 @@ class LeaderSettings(ServiceSettings):
         if host is not None:
             parse_address(host, default_port=1)
         return host
+
+    @field_validator("stage_settings", mode="before")
+    @classmethod
+    def _stage_settings_may_be_json(cls, given: Any) -> Any:
+        return json.loads(given) if isinstance(given, str) else given
 
     @field_validator("hedge_factor")
     @classmethod

@@ -41,9 +41,6 @@ _ADMIN_PORT: Any = setting(8002, "Network", ge=0, le=65535)
 class HttpSettings(ServiceSettings):
     """Settings of the HTTP API and of the admin port."""
 
-    handler: str | None = setting(None, "Model", allowed="FILE.py:CLASS, such as tokenizer.py:Handler")
-    """FILE.py:CLASS with methods decode and encode, which turn the body of /predict into inputs of the model, and its outputs into the
-    answer; runs in processes of its own beside the frontends."""
     host: str = setting("127.0.0.1", "Network")
     """Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces."""
     http_port: int = setting(8000, "Network", ge=0, le=65535)
@@ -236,7 +233,9 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
         if not isinstance(name, str) or not re.fullmatch(MODEL_NAME, name):
             raise ValueError(f"name = {name!r} of a table [[models]]: must be {MODEL_NAME_ALLOWED}")
         if not source:
-            raise ValueError(f"source of the model {name} is missing: the path of a bundle, or a name such as resnet50")
+            raise ValueError(
+                f"source of the model {name} is missing: the path of a bundle, FILE.py:LIST, or a name such as resnet50"
+            )
         return self._of_model(own, f"{name}={source}", is_first=is_first)
 
     def _of_model(self, own: dict[str, Any], model: str, *, is_first: bool) -> Self:
@@ -256,7 +255,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     @property
     def num_workers(self) -> int:
         """Number of workers at start: replicas of all stages, and spares; or the least number of `autoscale`."""
-        return self.stages * self.replicas + self.spares if self.worker_limits is None else self.worker_limits[0]
+        return sum(self.replicas_by_stage) + self.spares if self.worker_limits is None else self.worker_limits[0]
 
     @property
     def max_workers(self) -> int:
@@ -305,7 +304,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     def _autoscale_keeps_redundancy(self) -> Self:
         if self.worker_limits is None:
             return self
-        (least, most), needed = self.worker_limits, self.stages * self.replicas + self.spares
+        (least, most), needed = self.worker_limits, sum(self.replicas_by_stage) + self.spares
         if self.external_workers:
             raise ValueError("--autoscale and --external-workers are mutually exclusive")
         if not least <= most <= _MAX_WORKERS:

@@ -34,6 +34,9 @@ class WorkerSettings(LeadersSettings, EdgePortSettings):
     threads: int = setting(0, "Compute", ge=0, le=1024)
     """Compute threads; 0 takes one per core."""
 
+    allow: str | None = setting(None, "Compute", allowed="FILE.py:LIST or MODULE:LIST")
+    """Pipeline in Python whose stages this worker may run; repeat the option, or separate with commas, for several."""
+
     bind_host: str | None = setting(None, INTERNAL)
     """Local address to connect to leaders from: that of the node in a Ray cluster."""
     slot: int = setting(0, INTERNAL, ge=0)

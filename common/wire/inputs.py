@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import torch
 from msgspec import Meta
+from torch import Tensor
 
 from multiworld_serving.common.wire.join import Holder
 from multiworld_serving.common.wire.protocol import Failure
@@ -32,10 +35,12 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         take: nobody else needs these rows.
+        row_bytes: shorter rows of bytes are sent with this length, ending in zeros; 0: as they are.
     """
 
     refs: Annotated[tuple[RowRef, ...], Meta(min_length=1, max_length=MAX_FETCH_ROWS)]
     take: bool = False
+    row_bytes: Annotated[int, Meta(ge=0)] = 0
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +60,24 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
         is_whole = len(self.refs) == 1 and self.refs[0].row == ALL_ROWS
         if not is_whole and len(self.refs) != len(self.at):
             raise ValueError(f"{len(self.refs)} references for {len(self.at)} rows")
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of these tensors. Rows of bytes that are shorter than the longest one end in zeros."""
+    if len(parts) == 1:
+        return parts[0]
+    row_shape = max(each.shape[1:] for each in parts)
+    return join_rows(parts, torch.empty((sum(map(len, parts)), *row_shape), dtype=parts[0].dtype))
+
+
+def join_rows(parts: Sequence[Tensor], into: Tensor) -> Tensor:
+    """As `joined_rows`, into a tensor whose rows may be longer."""
+    if all(each.shape[1:] == into.shape[1:] for each in parts):
+        return torch.cat(list(parts), out=into)
+    for each, rows in zip(parts, torch.split(into, [len(each) for each in parts]), strict=True):
+        rows[:, : each.shape[1]] = each
+        rows[:, each.shape[1] :] = 0
+    return into
 
 
 class RowsLostError(Exception):
@@ -77,7 +100,8 @@ class BatchInputs(msgspec.Struct, frozen=True, array_like=True):
         rows: number of rows of the batch.
         relayed: the rows that are in the payload, [len(relayed_at), *sample shape]; None if there are none.
         keep: the output should stay at the worker; otherwise it comes with the result, because everything of the batch is relayed.
-        row_bytes: length of packed rows: uint8 [row_bytes]; 0: they have the shape of the stage's input.
+        row_bytes: length of packed rows: uint8 [row_bytes]; 0: they have the shape of the stage's input. Shorter ones end in zeros then.
+        relayed_row_bytes: length of those in the payload; 0: `row_bytes`.
     """
 
     rows: Annotated[int, Meta(ge=1)]
@@ -86,6 +110,7 @@ class BatchInputs(msgspec.Struct, frozen=True, array_like=True):
     relayed_at: tuple[int, ...] = ()
     keep: bool = True
     row_bytes: int = 0
+    relayed_row_bytes: int = 0
 
     def check(self, max_rows: int) -> None:
         """Raise ValueError if there are more rows, or if their positions are invalid."""

@@ -17,7 +17,7 @@ WORLD_BACKEND = "tcp"
 
 RELEASE = version("multiworld-serving")
 """Sent in join requests, for messages to people. Different releases work together if their protocols are equal."""
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of all messages between processes: increase it with every change of them."""
 
 MAX_HOLDER_CHARS = MAX_HOST_CHARS + MAX_NAME_CHARS

@@ -26,8 +26,8 @@ class StageAssignment(Body, frozen=True):
     Replies: the step FetchWeights unless the worker has the stage, then Loaded or Failed.
 
     Attributes:
-        spec: a models.BundleStageSpec as JSON.
-        weights_bytes: number of bytes that follow in Weights messages, if the worker asks for it with FetchWeights.
+        spec: a models.StageSpec as JSON.
+        weights_bytes: number of bytes that follow in Weights messages, if the worker asks for it with FetchWeights; 0: a stage in Python.
         weights_sha256: hash of these bytes in hexadecimal digits.
         window: most batches that the leader keeps in flight for a stage.
         version: the leader's number of this model version; batches refer to it.
@@ -35,7 +35,7 @@ class StageAssignment(Body, frozen=True):
     """
 
     spec: str
-    weights_bytes: Annotated[int, Meta(ge=1, lt=1 << 48)]
+    weights_bytes: Annotated[int, Meta(ge=0, lt=1 << 48)]
     weights_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     max_batch_size: Annotated[int, Meta(ge=1, le=1024)]
     window: Annotated[int, Meta(ge=1, le=64)]

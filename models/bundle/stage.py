@@ -34,7 +34,7 @@ _ALIGNED_BYTES = 64
 """Alignment of the first weight. With less, some processors compute other roundings than for the whole model."""
 
 
-class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True, tag="bundle"):
     """A stage of a bundle, without graph and weights.
 
     Attributes:

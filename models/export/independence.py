@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from multiworld_serving.models.bundle.checking import values_of
-from multiworld_serving.models.bundle.files import Bundle
+from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.nodes import BATCH, Call, Calls, Item, Node, TensorNode
 from multiworld_serving.models.errors import ExportError
+
+logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-5
 """Largest difference of an unchanged row, relative to the largest absolute value."""
@@ -94,3 +98,12 @@ def _operator_of(graph: Graph, node: Node) -> str:
     if isinstance(node, Item):
         node = graph.by_name[node.value]
     return node.target if isinstance(node, Call | Calls) else node.name
+
+
+def read_proven(path: Path) -> Bundle:
+    """Read a bundle whose rows do not depend on each other. Raises BundleError, ExportError."""
+    bundle = read_bundle(path)
+    if not bundle.manifest.independent_rows:
+        logger.info("%s was exported without a proof of independent rows; checking it at each start", path)
+        prove_independent_rows(bundle)
+    return bundle

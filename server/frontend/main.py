@@ -30,7 +30,6 @@ from multiworld_serving.common.service.snapshots import PipelineSnapshot
 from multiworld_serving.common.settings.serve import FrontendSettings
 from multiworld_serving.server.frontend.api.app import create_admin_app, create_api
 from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
-from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
 from multiworld_serving.server.frontend.api.inference import Inference, large_image_thread
 from multiworld_serving.server.frontend.auth.authorizer import Authorizer
 from multiworld_serving.server.frontend.auth.credentials import (
@@ -53,8 +52,6 @@ if TYPE_CHECKING:  # an extra
 
 logger = logging.getLogger(__name__)
 
-_HANDLER_TIMEOUT_S = 10.0
-"""Maximum time of the handler for one body. After it, its process is replaced."""
 _REPLACED_S = 30.0
 """Time for a change of the models, in addition to that in which the model starts and the former frontends drain."""
 
@@ -63,7 +60,7 @@ def run(settings: FrontendSettings) -> int:
     """Serve until SIGTERM or Ctrl-C, then finish the requests in flight. Returns the exit status.
 
     Raises:
-        UserError: a port is in use, a credential file or the handler is invalid, or the only leader rejects the token.
+        UserError: a port is in use, a credential file is invalid, or the only leader rejects the token.
     """
     raise_descriptor_limit()
     torch.set_num_threads(1)  # a frontend decodes images and computes nothing
@@ -84,12 +81,6 @@ def _listener(fd: int | None, host: str, port: int, name: str, *, reserve: bool 
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
     return sock
-
-
-def _start_handler(settings: FrontendSettings, stack: contextlib.ExitStack) -> HandlerProcesses | None:
-    if settings.handler is None:
-        return None
-    return stack.enter_context(HandlerProcesses(settings.handler, _HANDLER_TIMEOUT_S))
 
 
 class _Ports(NamedTuple):
@@ -125,7 +116,6 @@ class _Frontend:
         self.metrics.requests.traces = None if tracer is None else RequestTraces(tracer)
         self.metrics.requests.log_all = settings.access_log
         models = settings.models
-        handlers = {name: _start_handler(each, stack) for name, each in models.items()}
         gc.collect()
         gc.freeze()  # the garbage collector need not scan torch's modules again
         stack.callback(gc.unfreeze)
@@ -133,7 +123,7 @@ class _Frontend:
         self.edges = Edges(settings.name, local_host(leaders), settings, EdgeMetrics(self.metrics))
         self.large_images = large_image_thread(request_limits(settings))
         self.started_s = time.monotonic()
-        self.models = [_Model(self, name, each, handlers[name]) for name, each in models.items()]
+        self.models = [_Model(self, name, each) for name, each in models.items()]
         self.groups = ModelGroups(*(model.group for model in self.models), failing_file=settings.failing_file)
 
     @property
@@ -245,12 +235,9 @@ class _Model:
         settings: of the frontend, with the leaders and limits of this model.
     """
 
-    def __init__(
-        self, frontend: _Frontend, name: str, settings: FrontendSettings, handler: HandlerProcesses | None
-    ) -> None:
+    def __init__(self, frontend: _Frontend, name: str, settings: FrontendSettings) -> None:
         self._frontend = frontend
         self._settings = settings
-        self._handler = handler
         self.known, self.ready = asyncio.Event(), asyncio.Event()
         self.failure = ""
         self.pool = LeaderPool(settings.recovery_grace_s, frontend.metrics, self._on_change, frontend.edges, name)
@@ -270,7 +257,7 @@ class _Model:
         inference = Inference(self.pool, model, limits, self._frontend.large_images)
         self.group.requests.declare(model.name, model.version, self._frontend.protocols)
         async with inference.threads:
-            self.group.open(inference, self._handler)
+            self.group.open(inference)
             self.known.set()
             await asyncio.Event().wait()
 

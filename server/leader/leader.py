@@ -23,11 +23,17 @@ from multiworld_serving.server.leader.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.leader.replicas import status
 from multiworld_serving.server.leader.replicas.paced import Paced
 from multiworld_serving.server.leader.replicas.registry import WorkerRegistry
-from multiworld_serving.server.leader.scheduling.config import FAST_BATCH_SIZE, SLOW_BATCH_SIZE, SchedulerConfig
+from multiworld_serving.server.leader.scheduling.config import (
+    FAST_BATCH_SIZE,
+    SLOW_BATCH_SIZE,
+    WINDOW,
+    SchedulerConfig,
+)
 from multiworld_serving.server.leader.scheduling.events import Drain
 from multiworld_serving.server.leader.serving import Serving
 from multiworld_serving.server.leader.sessions import FrontendSessions
 from multiworld_serving.server.leader.versions.model_source import ModelSource
+from multiworld_serving.server.leader.versions.pipeline_plan import pipeline_limits
 from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
 
 logger = logging.getLogger(__name__)
@@ -64,7 +70,7 @@ class Leader:
             verify_collectives=False,  # the message headers of the links carry the sizes
             **settings.heartbeats,
         )
-        config = scheduler_config(settings, plan)
+        config = scheduler_config(settings, plan, *pipeline_limits(model))
         after_event = suppress_errors(lambda: self._registry.after_event())  # noqa: PLW0108 - it is made below
         self.driver = SchedulerDriver(model.name, config, metrics, self._versions, after_event)
         self._registry: WorkerRegistry = WorkerRegistry(
@@ -180,8 +186,10 @@ class Leader:
         self._frontends.state_changed()
 
 
-def scheduler_config(settings: LeaderSettings, plan: VersionPlan) -> SchedulerConfig:
-    """The configuration of the scheduler."""
+def scheduler_config(
+    settings: LeaderSettings, plan: VersionPlan, wait_s: float = 0.0, concurrency: int = 1
+) -> SchedulerConfig:
+    """The configuration of the scheduler. `wait_s` and `concurrency` are those of a pipeline in Python."""
     largest = plan.stages[0].spec.dimensions[BATCH][1]  # of all versions
     # Each size is compiled, which takes up to a minute.
     fast = SLOW_BATCH_SIZE if settings.optimize == "compile" else FAST_BATCH_SIZE
@@ -189,7 +197,8 @@ def scheduler_config(settings: LeaderSettings, plan: VersionPlan) -> SchedulerCo
         num_stages=len(plan.stages),
         max_batch_size=settings.max_batch_size or min(fast, largest),
         slow_batch_size=settings.max_batch_size or min(SLOW_BATCH_SIZE, largest),
-        batch_timeout_s=settings.batch_timeout_s,
+        batch_timeout_s=max(settings.batch_timeout_s, wait_s),
+        window=max(WINDOW, concurrency),
         queue_limit=settings.queue_limit,
         recovery_grace_s=settings.recovery_grace_s,
         hang_timeout_s=settings.hang_timeout_s,

@@ -23,10 +23,11 @@ from multiworld_serving.common.http.metrics_port import metrics_port
 from multiworld_serving.common.metrics import merge_metrics
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.service.capacity_report import CAPACITY_FIELD
-from multiworld_serving.common.service.model_files import bundle_path
+from multiworld_serving.common.service.model_files import bundle_path, pipeline_source, with_description
 from multiworld_serving.common.service.predictor import ServedModel
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.models.optimize.tuning import Tuning
+from multiworld_serving.models.stages.pipeline import describe
 from multiworld_serving.server.leader.leader import Leader
 from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.versions.model_source import ModelSource
@@ -47,6 +48,8 @@ def run(settings: LeaderSettings) -> int:
     """
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
+        if (pipeline := pipeline_source(settings)) is not None and settings.pipeline is None:
+            settings = with_description(settings, describe(pipeline))
         model, loader, plan = _prepare(settings)
         stack.callback(gc.unfreeze)
         release_free_memory()
@@ -57,7 +60,7 @@ def run(settings: LeaderSettings) -> int:
 
 def _prepare(settings: LeaderSettings) -> tuple[ServedModel, ModelSource, VersionPlan]:
     """Load the model and split it into stages. Afterwards the weights are in files and not in memory."""
-    weights = "" if bundle_path(settings) else f" with weights {settings.weights}"
+    weights = "" if bundle_path(settings) or settings.pipeline else f" with weights {settings.weights}"
     logger.info("loading %s%s", settings.model_source, weights)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
     source = ModelSource(settings)
@@ -72,11 +75,11 @@ def _prepare(settings: LeaderSettings) -> tuple[ServedModel, ModelSource, Versio
 
 def _check_memory(settings: LeaderSettings, plan: VersionPlan) -> None:
     """Raise UserError if the workers, which all load at the same time, need more memory than this machine has left."""
-    copies = settings.replicas + settings.spares
+    copies = max(settings.replicas_by_stage) + settings.spares
     try:
         check_memory(_COPIES_WHILE_LOADING * copies * sum(stage.weights.size for stage in plan.stages))
     except MemoryError as error:
-        workers = f"{settings.stages} stages x {settings.replicas} replicas + {settings.spares} spares"
+        workers = f"{settings.stages} stages x {max(settings.replicas_by_stage)} replicas + {settings.spares} spares"
         raise UserError(f"{settings.model_source} does not fit into the memory: {workers} {error}") from error
 
 

@@ -21,9 +21,17 @@ import msgspec
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import first_of
 from multiworld_serving.common.service.model_change import ModelChange
-from multiworld_serving.common.service.model_files import available_weights, check_model_files, path_in, served_name
+from multiworld_serving.common.service.model_files import (
+    available_weights,
+    check_model_files,
+    path_in,
+    pipeline_source,
+    served_name,
+    with_description,
+)
 from multiworld_serving.common.settings.serve import MODEL_NAME, MODEL_NAME_ALLOWED, OF_MODEL, ServeSettings
 from multiworld_serving.models.errors import ModelError
+from multiworld_serving.models.stages.pipeline import describe, describe_meanwhile
 from multiworld_serving.server.supervisor.group import Group
 from multiworld_serving.server.supervisor.notify import CREDENTIALS
 from multiworld_serving.server.supervisor.programs import (
@@ -136,6 +144,8 @@ class Models:
         for name, each in models.items():
             prefix = f"{name}-" if len(models) > 1 else ""
             own = each.model_copy(update={"weights": available_weights(each)})
+            if (pipeline := pipeline_source(each)) is not None:
+                own = with_description(own, describe(pipeline))
             self.groups[name] = Group(own, starter, stack, prefix=prefix, workers=workers)
         self.frontends = self._new_frontends(self.groups, models if replaces else None)
         starter.on_restart = self._write_state
@@ -223,9 +233,9 @@ class Models:
     def _allowed(self, change: ModelChange) -> Table:
         """The table of a model that a command adds. Raises UserError or ModelError for files outside --weights-dir."""
         weights, source = change.settings.get("weights", ""), change.source
-        if _is_path(weights) or not change.settings.keys().isdisjoint(("handler", "weights_dir")):
+        if _is_path(weights) or not change.settings.keys().isdisjoint(("stage_settings", "weights_dir")):
             raise UserError(
-                "weights, weights_dir and handler name files: write the model into the settings file and send SIGHUP"
+                "weights, weights_dir and stage_settings cannot be sent: write the model into the settings file and send SIGHUP"
             )
         if _is_path(source) or Path(source).exists():  # a file or folder where the service runs
             source = str(path_in(self._settings.weights_dir, source))
@@ -252,12 +262,15 @@ class Models:
         else:
             if name in self.groups:
                 raise UserError(f"there is a model {name!r} already")
+            self._given[name] = settings
+            if (pipeline := pipeline_source(settings)) is not None:
+                settings = with_description(settings, await describe_meanwhile(pipeline))
             workers = sum(group.settings.max_workers for group in self.groups.values()) + settings.max_workers
             with contextlib.ExitStack() as stack:
                 group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers, is_new=True)
                 group.start(self._tasks, stack.pop_all())
             group.log_external(name)
-            groups, self._given[name] = {**self.groups, name: group}, settings
+            groups = {**self.groups, name: group}
         await self._serve(groups, timeout_s)
         for each in groups.values():
             each.is_new = False

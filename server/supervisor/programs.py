@@ -48,7 +48,7 @@ START_TIMEOUT_S = 900.0
 Role = Literal["leader", "frontend", "worker"]
 Values = dict[str, object]
 """Settings by name."""
-_OF_MODEL = ("handler", "timeout_s", "queue_limit", "recovery_grace_s")
+_OF_MODEL = ("timeout_s", "queue_limit", "recovery_grace_s")
 """Settings of frontends that differ for each model."""
 
 
@@ -81,6 +81,7 @@ def worker_values(settings: ServeSettings) -> Values:
     others = {"advertise_host", "metrics_host", "metrics_port", "token", "token_file"}
     return {
         **{name: getattr(settings, name) for name in shared - others},
+        "allow": None if settings.pipeline is None else settings.model_source,
         "token": settings.local_token,
         "edge_token": SecretStr(settings.secrets[0].decode()) if settings.secrets else None,
     }

@@ -96,7 +96,7 @@ REFUSALS = (
     (["add", "other=unknown"], "no model 'unknown'"),
     (["add", "other=../other.bundle"], "--weights-dir"),
     (["add", "other=tests"], "--weights-dir"),  # a folder where the service runs
-    (["add", "other=resnet18", "--set", "handler=a.py:A"], "name files"),
+    (["add", "other=resnet18", "--set", "weights_dir=."], "cannot be sent"),
     (["add", "other=resnet18", "--set", "colour=1"], "colour"),
     (["remove", "other"], "there is no model 'other'"),
     (["remove", "first"], "the last model"),

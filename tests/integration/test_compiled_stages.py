@@ -12,7 +12,7 @@ from multiworld_serving.models.errors import BundleError, CompileError, StageSpe
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan, make_bundle_plan
 from multiworld_serving.workers.compute import engine as engine_module
 from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 from multiworld_serving.workers.stage_loader import AssignedStage
@@ -24,12 +24,12 @@ CPU = torch.device("cpu")
 LARGEST = 2
 
 
-def compiled(plan: StagePlan, precision: str) -> CompiledStage:
+def compiled(plan: BundlePlan, precision: str) -> CompiledStage:
     stage = load_bundle_stage(plan.spec, sent_weights(plan))
     return CompiledStage(stage, LARGEST, Tuning(precision, "compile"), CPU)
 
 
-async def loaded(plan: StagePlan, engine: Engine) -> LoadedStage:
+async def loaded(plan: BundlePlan, engine: Engine) -> LoadedStage:
     """A stage that a worker has loaded and compiles in the background."""
     stage = AssignedStage(plan.assignment(LARGEST, 2))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multiworld import Cause
 from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan
 from multiworld_serving.workers.compute import engine as worker_engine
 from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
 from multiworld_serving.workers.session import Session
@@ -26,12 +26,12 @@ IMAGE_SIZE = 32
 WAIT_S = 60.0
 
 
-def plan_of(weights: str, number: int = 1) -> StagePlan:
+def plan_of(weights: str, number: int = 1) -> BundlePlan:
     return resnet_plan(weights, 2, number=number, image_size=IMAGE_SIZE)[1]
 
 
 @pytest.fixture(scope="module")
-def plan() -> StagePlan:
+def plan() -> BundlePlan:
     return plan_of("random:0")
 
 
@@ -40,7 +40,7 @@ class LeaderSide:
     """A leader with one link, in this process, and the worker's session with it."""
 
     heard: Heard
-    plan: StagePlan
+    plan: BundlePlan
     link: WorkerLink
     session: Session
 
@@ -60,7 +60,7 @@ class Worker:
     engine: Engine
     stack: contextlib.AsyncExitStack
 
-    async def leader(self, plan: StagePlan) -> LeaderSide:
+    async def leader(self, plan: BundlePlan) -> LeaderSide:
         """A leader whose link is loading."""
         pair = await self.stack.enter_async_context(pair_with(self.engine))
         link = pair.link(plan)
@@ -94,7 +94,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def test_next_leader_uses_the_loaded_stage_without_sending_weights(
-    worker: Worker, plan: StagePlan, received: list[int]
+    worker: Worker, plan: BundlePlan, received: list[int]
 ) -> None:
     one = await worker.leader(plan)
     await one.until("ready")
@@ -109,7 +109,7 @@ async def test_next_leader_uses_the_loaded_stage_without_sending_weights(
 
 
 async def test_stage_is_freed_when_no_leader_has_assigned_it_for_a_while(
-    worker: Worker, plan: StagePlan, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, plan: BundlePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_engine, "KEEP_S", 0.05)
     one = await worker.leader(plan)
@@ -118,7 +118,7 @@ async def test_stage_is_freed_when_no_leader_has_assigned_it_for_a_while(
     await worker.until_stages(0)
 
 
-async def test_stage_is_freed_before_another_one_is_loaded(worker: Worker, plan: StagePlan) -> None:
+async def test_stage_is_freed_before_another_one_is_loaded(worker: Worker, plan: BundlePlan) -> None:
     one = await worker.leader(plan)
     await one.until("ready")
     one.link.fail(Cause.EXIT, "killed")
@@ -129,7 +129,7 @@ async def test_stage_is_freed_before_another_one_is_loaded(worker: Worker, plan:
 
 
 async def test_next_leader_sends_the_weights_when_the_first_is_lost_while_it_loads(
-    worker: Worker, plan: StagePlan, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, plan: BundlePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, load = await worker.leader(plan), worker.engine.load
 
@@ -147,7 +147,7 @@ async def test_next_leader_sends_the_weights_when_the_first_is_lost_while_it_loa
 
 
 async def test_stage_is_loaded_again_when_it_has_failed_its_self_test(
-    worker: Worker, plan: StagePlan, received: list[int]
+    worker: Worker, plan: BundlePlan, received: list[int]
 ) -> None:
     wrong = replace(plan, self_test_output=plan.self_test_output + 1)
     one = await worker.leader(wrong)

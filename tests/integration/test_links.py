@@ -39,7 +39,7 @@ from multiworld_serving.server.leader.replicas.worker import (
     Worker,
 )
 from multiworld_serving.server.leader.replicas.worker_link import KeptOutput, Outcome, WorkerLink
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.session import Session
 from tests.integration.members import managers
@@ -47,7 +47,7 @@ from tests.resnets import resnet_plan
 from tests.sent_batches import send, worker_at
 from tests.unit.edges.edge_parts import unused_edges
 
-Plans = tuple[StagePlan, ...]
+Plans = tuple[BundlePlan, ...]
 IMAGE_SIZE = 32
 WAIT_S = 60.0
 
@@ -125,7 +125,7 @@ class Pair:
     heard: Heard = field(default_factory=Heard)
     tasks: list[asyncio.Task[object]] = field(default_factory=list)
 
-    def link(self, *plans: StagePlan, request: JoinRequest | None = None) -> WorkerLink:
+    def link(self, *plans: BundlePlan, request: JoinRequest | None = None) -> WorkerLink:
         worker = worker_at(SlotId(plans[0].spec.index, 0), request)
         link = WorkerLink(worker, plans, self.heard.on_state, self.heard.on_batch)
         running = link.run(self.leader, "127.0.0.1", self.port, join_timeout_s=WAIT_S, max_batch_size=4, window=2)
@@ -138,7 +138,7 @@ class Pair:
             *(link.worker.id.world, 1, 2, WORLD_BACKEND), port=self.port, generation=link.worker.generation
         )
 
-    async def ready(self, plan: StagePlan) -> tuple[WorkerLink, Session]:
+    async def ready(self, plan: BundlePlan) -> tuple[WorkerLink, Session]:
         """A link that serves this stage, and the session of its worker."""
         link = self.link(plan)
         session = await self.session(link)

@@ -14,7 +14,7 @@ from multiworld_serving.common.wire.inputs import ALL_ROWS, BatchInputs, RowRef,
 from multiworld_serving.common.wire.join import EDGE_DTYPES, JoinRequest
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan
 from multiworld_serving.workers.compute.engine import Engine
 from tests.integration.test_links import Heard, Returned, pair_with
 from tests.resnets import resnet_plan, sent_stage
@@ -26,7 +26,7 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def plan(request: pytest.FixtureRequest) -> tuple[StagePlan, ...]:
+def plan(request: pytest.FixtureRequest) -> tuple[BundlePlan, ...]:
     edge_dtype, image_size = getattr(request, "param", ("float32", 32))
     return resnet_plan("random:0", 2, Tuning(edge_dtype=edge_dtype), image_size=image_size)
 
@@ -44,7 +44,7 @@ class Stage:
 
 
 @pytest.fixture
-async def stages(plan: tuple[StagePlan, ...], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Stage]]:
+async def stages(plan: tuple[BundlePlan, ...], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[Stage]]:
     monkeypatch.setattr("multiworld_serving.common.edges.edge._FETCH_S", WAIT_S)
     engine = Engine(torch.device("cpu"))
     async with AsyncExitStack() as stack:
@@ -83,7 +83,7 @@ async def test_worker_reports_a_lost_input_and_serves_on(stages: list[Stage]) ->
 
 @pytest.mark.parametrize("plan", [("bfloat16", 32), ("float16", 32)], indirect=True)
 async def test_outputs_travel_as_the_edge_dtype_and_answers_as_computed(
-    stages: list[Stage], plan: tuple[StagePlan, ...]
+    stages: list[Stage], plan: tuple[BundlePlan, ...]
 ) -> None:
     first, second = stages
     batch, dtype = images(2), EDGE_DTYPES[plan[0].tuning.edge_dtype]

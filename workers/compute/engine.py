@@ -5,10 +5,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,10 +19,20 @@ from torch import Tensor, nn
 
 from multiworld_serving.common.config.process import check_memory, release_free_memory
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
+from multiworld_serving.models.errors import StageSpecError
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
 from multiworld_serving.models.optimize.fusing import torch_threads
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
-from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
+from multiworld_serving.models.optimize.tuning import NO_TUNING, ExecutionMode, Tuning
+from multiworld_serving.models.stages.bundle_stage import BundleObjects
+from multiworld_serving.models.stages.pipeline import PipelineSource
+from multiworld_serving.models.stages.stage import (
+    ObjectStage,
+    ObjectStageSpec,
+    PythonStage,
+    StageSpec,
+    load_python_stage,
+)
 from multiworld_serving.workers.compute.transfers import Allocate, GpuTransfers, Transfers
 from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
@@ -45,7 +57,7 @@ _CLEARLY = 0.9
 class StageTask:
     """A stage that is to be loaded: its description, and the bytes that a leader has sent."""
 
-    spec: BundleStageSpec
+    spec: StageSpec
     weights: Tensor
     max_batch_size: int
     tuning: Tuning = NO_TUNING
@@ -59,12 +71,20 @@ class LoadedStage:
         optimized: the module that computes it.
         row_threads, batch_threads: compute threads for one row, and for several. Measured when the stage is warmed up: for small
             operations one thread is faster.
+        objects: computes rows that are objects; None: `optimized` computes the rows.
     """
 
-    spec: BundleStageSpec
+    spec: StageSpec
     optimized: OptimizedStage
     row_threads: int
     batch_threads: int
+    objects: ObjectStage | None = None
+
+    def replace(self, other: "LoadedStage") -> None:
+        """Compute with the module of another one from now on."""
+        self.optimized, self.row_threads, self.batch_threads = other.optimized, other.row_threads, other.batch_threads
+        if isinstance(self.objects, BundleObjects):
+            self.objects.module = other.optimized.module
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +125,19 @@ class Engine:
 
     Args:
         nice: by how much the priority of its thread is lower than that of others, see nice(2).
+        allowed: the pipelines in Python that this process may run, by name.
 
     Attributes:
         stages: the stages in memory, by `StageAssignment.digest`. It holds no references: the session does, and then `keep`.
     """
 
-    def __init__(self, device: torch.device, nice: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, nice: int = 0, allowed: Mapping[str, PipelineSource] = MappingProxyType({})
+    ) -> None:
         self.device = device
+        self._allowed = allowed
+        self._pool: ThreadPoolExecutor | None = None
+        """Threads of stages that compute several batches at the same time."""
         self.transfers = GpuTransfers(device) if device.type == "cuda" else Transfers()
         self.stages: WeakValueDictionary[str, LoadedStage] = WeakValueDictionary()
         self._kept: list[LoadedStage] = []
@@ -186,11 +212,37 @@ class Engine:
             ModelError, RuntimeError: the weights do not match the spec, or the device cannot run it.
         """
 
+        spec = task.spec
+        if isinstance(spec, ObjectStageSpec):
+            if spec.bundle is None:
+                return await self._load_python(owner, task, spec)
+            found = await self.load(owner, replace(task, spec=spec.bundle))
+            rows = spec.max_batch_size or task.max_batch_size
+            module = found.optimized.module
+            objects = BundleObjects(spec.bundle, module, self.device, spec.pad, rows, is_first=spec.is_first)
+            return replace(found, spec=spec, objects=objects)
+
         def build() -> OptimizedStage:
-            stage = load_bundle_stage(task.spec, task.weights)
+            stage = load_bundle_stage(spec, task.weights)
             return optimize(stage, task.max_batch_size, task.tuning, self.device, (1, self._threads))
 
-        return await self._warmed_up(owner, task, await self.loader.run(owner, build))
+        return await self._warmed_up(owner, spec, task.max_batch_size, await self.loader.run(owner, build))
+
+    async def _load_python(self, owner: object, task: StageTask, spec: ObjectStageSpec) -> LoadedStage:
+        """Set up a class of a pipeline that the operator of this process has allowed. Raises as `load`."""
+        source = self._allowed.get(spec.source)
+        if source is None:
+            raise StageSpecError(
+                f"this worker may not run the pipeline {spec.source}: start it with --allow and the path of this pipeline"
+            )
+        if (digest := source.digest()) != spec.digest:
+            raise StageSpecError(
+                f"the pipeline {spec.source} has the digest {digest} here and {spec.digest} at the leader: install the same files on both"
+            )
+        load = partial(load_python_stage, spec, source, self.device, task.max_batch_size)
+        objects: PythonStage = await self.loader.run(owner, load)
+        optimized = OptimizedStage(nn.Identity(), ExecutionMode("eager"), f"stage in Python {spec.name}")
+        return LoadedStage(spec, optimized, self._threads, self._threads, objects)
 
     async def compile(self, task: StageTask, is_needed: Callable[[], bool]) -> LoadedStage | None:
         """Compile a stage, and warm it up. On a CPU, batches are computed meanwhile; on a GPU, between two batch sizes.
@@ -204,10 +256,14 @@ class Engine:
             MemoryError: there is not enough memory.
         """
 
+        spec = task.spec.bundle if isinstance(task.spec, ObjectStageSpec) else task.spec
+        if spec is None:
+            return None
+
         def build() -> CompiledStage:
             sizes = len(batch_sizes(task.max_batch_size))  # each has the weights in its own layout
             check_memory(_COMPILER_BYTES + (_COPIES_WHILE_COMPILING + sizes) * task.weights.nbytes)
-            stage = load_bundle_stage(task.spec, task.weights)
+            stage = load_bundle_stage(spec, task.weights)
             return CompiledStage(stage, task.max_batch_size, task.tuning, self.device)
 
         made: CompiledStage = await self.loader.run(task, build)
@@ -215,7 +271,9 @@ class Engine:
             if not is_needed():
                 return None
             await self.loader.run(task, partial(made.compile_for, size))
-        return await self._warmed_up(task, task, OptimizedStage(made, made.mode, "compiled while it served"))
+        return await self._warmed_up(
+            task, spec, task.max_batch_size, OptimizedStage(made, made.mode, "compiled while it served")
+        )
 
     async def compute(
         self,
@@ -234,32 +292,44 @@ class Engine:
         Raises what the stage raises.
         """
         asked_ns = time.perf_counter_ns()
-        arrived = self.transfers.to_device(batch)
+        objects = stage.objects
+        arrived = self.transfers.to_device(batch) if objects is None else None
 
         def compute() -> ComputedBatch:
             started_ns = time.perf_counter_ns()
+            if arrived is None:
+                assert objects is not None
+                with torch_threads(stage.row_threads), torch.inference_mode():
+                    output = objects.compute(batch, allocate)
+                return ComputedBatch(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
             with torch_threads(stage.row_threads if len(batch) == 1 else stage.batch_threads):
                 rows = arrived().to(stage.spec.input_rows.dtype)
                 output = self._forward(stage.optimized.module, rows, float32_as, allocate)
             return ComputedBatch(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
 
+        if objects is not None and objects.concurrency > 1:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(objects.concurrency, thread_name_prefix="stage")
+            return await asyncio.get_running_loop().run_in_executor(self._pool, compute)
         result: ComputedBatch = await self.run(owner, compute, is_batch=True)
         return result
 
-    async def _warmed_up(self, owner: object, task: StageTask, optimized: OptimizedStage) -> LoadedStage:
+    async def _warmed_up(
+        self, owner: object, spec: BundleStageSpec, max_batch_size: int, optimized: OptimizedStage
+    ) -> LoadedStage:
         """Run the shapes that batches will have, and find out how many threads to compute them on."""
         module, share = optimized.module, self._threads
         for threads in (share, 1):  # the last one is the time of a row on one thread
-            row_s = await self.run(owner, partial(self._timed_s, module, task.spec.example(1), threads))
+            row_s = await self.run(owner, partial(self._timed_s, module, spec.example(1), threads))
         found = [share, share]
-        several = task.max_batch_size if self.device.type == "cuda" else min(task.max_batch_size, _SEVERAL_ROWS)
+        several = max_batch_size if self.device.type == "cuda" else min(max_batch_size, _SEVERAL_ROWS)
         for index, batch_size in enumerate((1, several)):
-            is_small, batch = batch_size * row_s <= _SMALL_BATCH_S, task.spec.example(batch_size)
+            is_small, batch = batch_size * row_s <= _SMALL_BATCH_S, spec.example(batch_size)
             if is_small and share > 1:
                 found[index] = await self.run(owner, partial(self._threads_of_small, module, batch))
             elif is_small or self.device.type == "cuda":  # the first large batch on a CPU takes no longer than others
                 await self.run(owner, partial(self._timed_s, module, batch, share))
-        return LoadedStage(task.spec, optimized, *found)
+        return LoadedStage(spec, optimized, found[0], found[1])
 
     def _threads_of_small(self, module: nn.Module, batch: Tensor) -> int:
         """Compare the best of several rounds in turn, because other processes may compute meanwhile."""

@@ -13,9 +13,8 @@ from starlette.responses import Response
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.service.errors import NoModelNamedError, NotReadyError, UnknownModelError
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
-from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
-from multiworld_serving.server.frontend.api.handler.handler_route import HandlerRoute
 from multiworld_serving.server.frontend.api.inference import Inference
+from multiworld_serving.server.frontend.api.object_route import ObjectRoute
 from multiworld_serving.server.frontend.api.oip.metadata import repository_index
 from multiworld_serving.server.frontend.api.predict_route import PredictRoute, wrong_path
 from multiworld_serving.server.frontend.http.route import Endpoint
@@ -33,8 +32,7 @@ class ModelGroup:
         requests: the counts of its requests.
         feed: of GET /events.
         inference: computes its requests; None until a leader has described the model.
-        serves_predict: whether it has /predict: it classifies images, or has a handler. True until a leader has described the model.
-        has_handler: whether a handler decodes the bodies of /predict.
+        serves_predict: whether it has /predict: it classifies images, or is a pipeline in Python. True until a leader has described it.
     """
 
     pool: LeaderPool
@@ -42,24 +40,24 @@ class ModelGroup:
     feed: EventFeed
     inference: Inference | None = None
     serves_predict: bool = True
-    has_handler: bool = False
 
     @property
     def name(self) -> str:
         """Of the model; "" = its leaders have not told it yet."""
         return self.pool.name
 
-    def open(self, inference: Inference, handler: HandlerProcesses | None = None) -> None:
-        """Serve the model, which is known now.
+    @property
+    def path(self) -> str:
+        """The path that its pipeline names; empty if there is none."""
+        pipeline = None if self.inference is None else self.inference.signature.model.pipeline
+        return "" if pipeline is None else pipeline.path
 
-        Args:
-            handler: decodes and encodes the bodies of /predict; None = /predict classifies images.
-        """
+    def open(self, inference: Inference) -> None:
+        """Serve the model, which is known now."""
         self.inference, model = inference, inference.signature.model
-        self.has_handler = handler is not None
-        self.serves_predict = self.has_handler or model.classifies_images
-        if handler is not None:
-            self._answer: Endpoint = HandlerRoute(inference, handler).answer
+        self.serves_predict = model.pipeline is not None or model.classifies_images
+        if model.pipeline is not None:
+            self._answer: Endpoint = ObjectRoute(inference, model.pipeline).answer
         else:
             self._answer = PredictRoute(inference).answer if model.classifies_images else wrong_path(model)
 
@@ -106,6 +104,10 @@ class ModelGroups:
     def find(self, name: str | None) -> ModelGroup | None:
         """The model with this name, or the only one; without a name that of /predict. None if there is none."""
         return self.of_predict if name is None else self.only or self._with_name(name)
+
+    def at_path(self, path: str) -> ModelGroup | None:
+        """The model whose pipeline names this path."""
+        return next((group for group in self if group.path == path), None)
 
     def _with_name(self, name: str) -> ModelGroup | None:
         return next((group for group in self if group.name == name), None)

@@ -48,14 +48,16 @@ class OutputOptions:
     """How to return one output.
 
     Attributes:
-        index: of the model's outputs.
+        index: of the model's outputs; of a pipeline in Python, `name` says which one.
         classes: return this many of the most probable classes as "value:index:label"; 0 = return the tensor.
         binary: return the data after the JSON instead of in it.
+        name: of an output of a pipeline in Python; "" = all of them.
     """
 
     index: int
     classes: int = 0
     binary: bool = False
+    name: str = ""
 
 
 @dataclass
@@ -97,7 +99,8 @@ class Inference:
         limits: RequestLimits,
         large_images: DaemonThreads | None = None,
     ) -> None:
-        fitting = limits.max_body_bytes // max(1, model.input_rows.max_row_bytes)
+        row_bytes = 1 if model.pipeline else model.input_rows.max_row_bytes
+        fitting = limits.max_body_bytes // max(1, row_bytes)
         self.gate = RequestGate(pipeline, limits)
         self.signature = Signature(model, max(1, min(limits.max_rows, fitting)), limits.finite_inputs)
         self.threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)

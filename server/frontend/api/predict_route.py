@@ -45,7 +45,7 @@ def wrong_path(model: ServedModel) -> Endpoint:
         missing = "labels" if model.image is not None else "an image as its input"
         raise WrongPathError(
             f"/predict classifies images, and the model {model.name!r} does not have {missing}; send its inputs to "
-            f"/v2/models/{model.name}/infer (described by GET /v2/models/{model.name}), or start the service with --handler"
+            f"/v2/models/{model.name}/infer (described by GET /v2/models/{model.name}), or serve a pipeline in Python"
         )
 
     return endpoint

@@ -131,13 +131,19 @@ def openapi_document(groups: ModelGroups, *, needs_key: bool) -> dict[str, Any]:
     if not needs_key:
         del document["security"]
     paths, components = document["paths"], document["components"]
-    images, handler = paths.pop("/predict"), paths.pop("/predict with a handler")
+    images, of_pipeline = paths.pop("/predict"), paths.pop("/predict of a pipeline")
     able = [group for group, _ in described if group.serves_predict]
     named = {f"_{group.name}": group for group in able if len(able) > 1}
     for suffix, group in ({"": groups.of_predict} | named).items():
         if group in able:
-            operation = (handler if group.has_handler else images)["post"]
-            paths["/predict" + suffix.replace("_", "/", 1)] = {"post": operation | {"operationId": f"predict{suffix}"}}
+            pipeline = group.described().signature.model.pipeline
+            operation = (images if pipeline is None else of_pipeline)["post"] | {"operationId": f"predict{suffix}"}
+            if pipeline is not None and pipeline.request_schema is not None:
+                body = {"required": True, "content": {"application/json": {"schema": pipeline.request_schema}}}
+                operation["requestBody"] = body
+            paths["/predict" + suffix.replace("_", "/", 1)] = {"post": operation}
+            if group.path:
+                paths[group.path] = {"post": operation | {"operationId": f"pipeline_{group.name}"}}
     parameters = components["parameters"]
     parameters["model"]["schema"]["enum"] = groups.names
     parameters["version"]["schema"]["enum"] = sorted({str(group.pool.version.number) for group, _ in described})

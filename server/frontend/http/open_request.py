@@ -158,7 +158,7 @@ class OpenRequest:
             body.write(chunk)
             more = message.get("more_body", False)
         if not body.tell() and not allow_empty:
-            raise InvalidBodyError("the body is empty; send an image file, or what the handler takes, in it")
+            raise InvalidBodyError("the body is empty; send an image file in it")
         return body.getvalue()  # no copy
 
     def hold(self, more_bytes: int) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.wire.inputs import BatchInputs, RowRef, Source
+from multiworld_serving.common.wire.inputs import BatchInputs, RowRef, Source, joined_rows
 from multiworld_serving.server.leader.replicas.worker_link import KeptOutput
 
 
@@ -58,18 +58,26 @@ def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> BatchInputs:
         found = [(at, source, number) for at, (source, number) in neighbours]
         source = found[0][1]
         if isinstance(source, RemoteInput):
-            row_bytes = source.row_bytes
+            row_bytes = max(row_bytes, source.row_bytes)
             refs.setdefault(source.holder, []).extend((at, RowRef(source.tensor, number)) for at, _, number in found)
         else:
             relayed.append(rows_of(source, tuple(number for *_, number in found)))
             relayed_at += (at for at, *_ in found)
-    tensor = None if not relayed else relayed[0] if len(relayed) == 1 else torch.cat(relayed)
+    tensor = joined_rows(relayed) if relayed else None
     if tensor is not None and not refs:
         return relayed_inputs(tensor)
     sources = tuple(
         Source(holder, tuple(ref for _, ref in found), tuple(at for at, _ in found)) for holder, found in refs.items()
     )
-    return BatchInputs(len(rows), sources, tensor, tuple(relayed_at), row_bytes=row_bytes)
+    relayed_bytes = 0 if tensor is None else _row_bytes(tensor)
+    return BatchInputs(
+        len(rows),
+        sources,
+        tensor,
+        tuple(relayed_at),
+        row_bytes=max(row_bytes, relayed_bytes),
+        relayed_row_bytes=relayed_bytes,
+    )
 
 
 def _input_id(row: tuple[int, tuple[RequestInput, int]]) -> int:
@@ -78,8 +86,12 @@ def _input_id(row: tuple[int, tuple[RequestInput, int]]) -> int:
 
 def relayed_inputs(tensor: Tensor) -> BatchInputs:
     """An input that the leader has."""
-    row_bytes = tensor.shape[1] if tensor.dtype == torch.uint8 and tensor.dim() == 2 else 0
-    return BatchInputs(len(tensor), (), tensor, tuple(range(len(tensor))), row_bytes=row_bytes)
+    return BatchInputs(len(tensor), (), tensor, tuple(range(len(tensor))), row_bytes=_row_bytes(tensor))
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    """The length of packed rows; 0: they are not packed."""
+    return tensor.shape[1] if tensor.dtype == torch.uint8 and tensor.dim() == 2 else 0
 
 
 def relayed_bytes(tensor: Tensor | BatchInputs | KeptOutput) -> int:

@@ -20,7 +20,7 @@ from multiworld_serving.common.service.errors import (
     StageError,
 )
 from multiworld_serving.common.service.predictor import ModelVersion, Prediction
-from multiworld_serving.common.wire.inputs import RowsLostError, Source
+from multiworld_serving.common.wire.inputs import RowsLostError, Source, joined_rows
 from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.pipeline.inputs import RequestInput, rows_of
 from multiworld_serving.server.leader.replicas.worker_link import KeptOutput
@@ -93,9 +93,9 @@ class PendingRequest:
             else:
                 samples += part.at
                 sent.append(rows_of(part.output, part.rows))
-        if len(lengths) > 1:
-            raise ValueError("the rows of an output have several lengths")
-        output = _NO_OUTPUT if not sent else sent[0] if len(sent) == 1 else torch.cat(sent)
+        output = joined_rows(sent) if sent else _NO_OUTPUT
+        if lengths and output.dim() == 2:
+            lengths.add(output.shape[1])
         if samples != sorted(samples):
             output = output[torch.tensor(samples).argsort()]
         return Prediction(

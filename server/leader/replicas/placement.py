@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 
@@ -86,15 +86,15 @@ class _Slots:
 class Placement:
     """All slots.
 
-    Each stage has `replicas` slots from the start. Then `spares_wanted` workers become spares. Further workers get extra slots, which
-    are removed when they leave. What a joining worker needs to know takes time independent of the number of workers.
+    Each stage has as many slots as `replicas` says from the start. Then `spares_wanted` workers become spares. Further workers get extra
+    slots, which are removed when they leave. What a joining worker needs to know takes time independent of the number of workers.
 
     Attributes:
         wanted: replicas of each stage that the load needs; empty: unknown. Only their ratio matters, because a leader knows its own load.
     """
 
-    def __init__(self, num_stages: int, replicas: int, spares_wanted: int = 0) -> None:
-        self.num_stages = num_stages
+    def __init__(self, replicas: Sequence[int], spares_wanted: int = 0) -> None:
+        self.num_stages = num_stages = len(replicas)
         self.replicas = replicas
         self.spares_wanted = spares_wanted
         self.wanted: tuple[float, ...] = ()
@@ -106,7 +106,7 @@ class Placement:
         """The names of their worlds."""
         self._generations: Counter[str] = Counter()
         for stage in range(num_stages):
-            for index in range(replicas):
+            for index in range(replicas[stage]):
                 self._stages[stage].add(SlotId(stage, index))
 
     @property
@@ -194,9 +194,13 @@ class Placement:
             slots.leave(slot.worker)
         slots.remove(slot.id)
 
+    def surplus(self, stage: int) -> int:
+        """How many connected workers more than `replicas` a stage has; negative: how many it lacks."""
+        return self.num_workers(stage) - self.replicas[stage]
+
     def num_extra(self, stage: int | None) -> int:
         """How many slots more than `replicas` a stage has. Spares have no slot without a worker."""
-        return len(self._stages[stage].by_index) - (0 if stage is None else self.replicas)
+        return len(self._stages[stage].by_index) - (0 if stage is None else self.replicas[stage])
 
     def choose_stage(
         self,
@@ -207,17 +211,18 @@ class Placement:
         """Choose the stage for a worker that joins from `host` and has the stages `held` in memory.
 
         A stage without replicas (serving or joining) is first. Then the stage `destined` by a move. Then a stage of `held` with fewer than
-        `replicas`. Then the stage with the fewest replicas; among equals, the one with the fewest replicas on that host, because a host
-        may fail as a whole, then the earliest. If all stages have `replicas`, a stage of `held` is first, and then the one with the fewest
-        replicas for its load.
+        `replicas`. Then the stage with the smallest part of its `replicas`; among equals, the one with the fewest replicas on that host,
+        because a host may fail as a whole, then the earliest. If all stages have `replicas`, a stage of `held` is first, and then the one
+        with the fewest replicas for its load.
         """
         counts = [self.num_workers(stage) for stage in range(self.num_stages)]
-        extra, largest = min(counts) >= self.replicas, max(self.wanted, default=0.0)
+        missing = [wanted - there for wanted, there in zip(self.replicas, counts, strict=True)]
+        extra, largest = max(missing) <= 0, max(self.wanted, default=0.0)
         weights = [max(wanted / largest, _LEAST_WEIGHT) for wanted in self.wanted] if largest else [1.0] * len(counts)
 
         def rank(stage: int) -> tuple[bool, bool, bool, float, int]:
-            stays = stage in held and (extra or counts[stage] < self.replicas)
-            load = counts[stage] / weights[stage] if extra else counts[stage]
+            stays = stage in held and (extra or missing[stage] > 0)
+            load = counts[stage] / weights[stage] if extra else counts[stage] / self.replicas[stage]
             return counts[stage] > 0, stage != destined, not stays, load, self.count(stage, host)
 
         return min(range(self.num_stages), key=rank)
@@ -230,7 +235,7 @@ class Placement:
     def fully_replicated(self) -> bool:
         """Whether every stage has at least `replicas` ready replicas, and no worker is joining or draining."""
         settled = all(slot.ready or slot.free for slot in self.slots)
-        return settled and all(len(self.ready(stage)) >= self.replicas for stage in range(self.num_stages))
+        return settled and all(len(self.ready(stage)) >= wanted for stage, wanted in enumerate(self.replicas))
 
     def next_generation(self, world_name: str) -> int:
         """The generation of a world that is about to form. Starts at 1."""

@@ -249,17 +249,20 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
                 return
     if any(worker.state == "draining" or worker.busy_with == "restart" for worker in placement.workers()):
         return
-    fewest, most = (pick(range(placement.num_stages), key=placement.num_workers) for pick in (min, max))
-    count, candidates = placement.num_workers(fewest), placement.ready(most)
+    stages = range(placement.num_stages)
+    fewest = min(stages, key=lambda stage: (placement.num_workers(stage) > 0, placement.surplus(stage)))
+    count = placement.num_workers(fewest)
+    most = max(stages, key=placement.surplus if count else placement.num_workers)
+    candidates = placement.ready(most)
     settled_s = max(goal.moved_s, goal.settle_until_s)
-    if count >= placement.replicas:
+    if count and placement.surplus(fewest) >= 0:
         is_quiet = goal.loading is None and goal.restart is None and placement.fully_replicated
         if is_quiet and (move := _missing_spare(placement) or _separation(goal, placement)) is not None:
             changed_s = max(worker.since_s for worker in placement.workers())
             if steps.at(max(settled_s, changed_s) + BALANCE_AFTER_S, now_s):
                 steps.now.append(move)
         return
-    if len(candidates) < (placement.replicas + 1 if count else 2):
+    if len(candidates) < (placement.replicas[most] + 1 if count else 2):
         return
     lost_s = [slot.worker.since_s for slot in placement.of_stage(fewest) if slot.worker is not None and slot.free]
     if steps.at(max([*lost_s, settled_s]) + (BALANCE_AFTER_S if count else REASSIGN_AFTER_S), now_s):
@@ -276,7 +279,7 @@ def _missing_spare(placement: Placement) -> WorkerStep | None:
     """A replica more than its stage needs joins again as a spare if one is missing."""
     if placement.num_extra(None) >= placement.spares_wanted:
         return None
-    stages = (stage for stage in range(placement.num_stages) if placement.num_workers(stage) > placement.replicas)
+    stages = (stage for stage in range(placement.num_stages) if placement.surplus(stage) > 0)
     extra = (worker for stage in stages for worker in placement.ready(stage))
     return next((WorkerStep("move", worker) for worker in extra), None)
 

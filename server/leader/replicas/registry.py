@@ -27,7 +27,6 @@ from multiworld_serving.server.leader.replicas.reconcile import (
 from multiworld_serving.server.leader.replicas.rollout import Rollout
 from multiworld_serving.server.leader.replicas.worker import LinkId, Worker
 from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
-from multiworld_serving.server.leader.scheduling.config import WINDOW
 from multiworld_serving.server.leader.versions.version_table import VersionTable
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class WorkerRegistry:
         driver: SchedulerDriver,
         on_change: Callable[[], None],
     ) -> None:
-        self.placement = Placement(len(versions.current.stages), settings.replicas, settings.spares)
+        self.placement = Placement(settings.replicas_by_stage, settings.spares)
         self.goal = Goal(versions.numbers)
         max_batch_size = driver.scheduler.config.max_batch_size
         self.joining = Joining(versions, settings, self.placement, self.goal, manager, max_batch_size)
@@ -133,7 +132,7 @@ class WorkerRegistry:
             *(self.joining.manager, settings.join_host, self.joining.port),
             join_timeout_s=settings.join_timeout_s,
             max_batch_size=self._driver.scheduler.config.max_batch_size,
-            window=WINDOW,
+            window=self._driver.scheduler.config.window,
         )
         self._start(running)
         self._on_change()

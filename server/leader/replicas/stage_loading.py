@@ -81,6 +81,8 @@ class StageLoading:
                         release_free_memory()  # of the weights, which several threads have read
                     case _:
                         raise WireError(f"unexpected {type(reply).__name__} about stage {stage}")
+        if not len(plan.self_test_input):
+            return
         self._enter_startup("checking")
         rows = plan.sent_test_input
         inputs = BatchInputs(len(rows), (), None, tuple(range(len(rows))), keep=False)

@@ -18,11 +18,12 @@ from multiworld_serving.common.service.model_files import (
 )
 from multiworld_serving.common.service.predictor import ImageSizes, ModelVersion, ServedModel
 from multiworld_serving.common.settings.leader import LeaderSettings
-from multiworld_serving.models.bundle.files import Bundle, read_bundle
+from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.errors import BundleError, WeightsError
 from multiworld_serving.models.export.bundle_cache import SUFFIXES
-from multiworld_serving.models.export.independence import prove_independent_rows
+from multiworld_serving.models.export.independence import read_proven
 from multiworld_serving.models.optimize.tuning import Tuning
+from multiworld_serving.server.leader.versions.pipeline_plan import open_pipeline
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
 
@@ -49,6 +50,8 @@ class ModelSource:
         """
         settings = self._settings
         check_model_files(settings)
+        if settings.pipeline is not None:
+            return open_pipeline(settings, tuning)
         self._first = bundle = self._read(settings.weights)
         manifest = bundle.manifest
         manifest.check_batch_size(settings.max_batch_size)
@@ -66,7 +69,13 @@ class ModelSource:
             MemoryError: there is not enough memory for another version.
         """
         first = self._first
-        assert first is not None, "a service loads versions when it has opened the first one"
+        if first is None:
+            if weights is None:
+                return versions.current
+            raise BundleError(
+                f"{self._settings.model_source} is a pipeline in Python, whose versions are models of their own: add the other one with "
+                "`multiworld models add NAME@VERSION=FILE.py:LIST`"
+            )
         bundle = self._bundle(weights, first)
         manifest, stages = bundle.manifest, versions.current.stages
         logger.info("version %s is loaded; splitting it into %d stages", manifest.version, len(stages))
@@ -114,10 +123,10 @@ class ModelSource:
             raise BundleError(
                 f"there is no bundle {weights[:64]!r} in --weights-dir {settings.weights_dir}; give the path of a bundle as seen from there"
             )
-        return _read_proven(path)
+        return read_proven(path)
 
     def _read(self, weights: str) -> Bundle:
-        return _read_proven(model_path(self._settings, weights))
+        return read_proven(model_path(self._settings, weights))
 
     def _allowed(self, weights: str) -> str:
         """The weights that an administrator names. Raises WeightsError if they are outside `--weights-dir`, or not a valid path."""
@@ -126,15 +135,6 @@ class ModelSource:
         if "/" in weights or "\\" in weights or Path(weights).suffix.lower() in SUFFIXES:
             return str(path_in(self._settings.weights_dir, weights))
         return weights  # a name of torchvision or random:SEED; everything else is rejected when it is loaded
-
-
-def _read_proven(path: Path) -> Bundle:
-    """Read a bundle whose rows do not depend on each other. Raises BundleError, ExportError."""
-    bundle = read_bundle(path)
-    if not bundle.manifest.independent_rows:
-        logger.info("%s was exported without a proof of independent rows; checking it at each start", path)
-        prove_independent_rows(bundle)
-    return bundle
 
 
 def _like(first: Bundle, bundle: Bundle) -> Bundle:

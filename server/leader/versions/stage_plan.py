@@ -15,9 +15,12 @@ from multiworld_serving.models.bundle.cutting import cuts_of
 from multiworld_serving.models.bundle.files import Bundle, TensorEntry, TensorFile
 from multiworld_serving.models.bundle.graph import Graph
 from multiworld_serving.models.bundle.stage import BundleStageSpec, stage_head, stage_specs, weights_in_order
-from multiworld_serving.models.errors import BundleError, WeightsError
+from multiworld_serving.models.errors import BundleError, ModelError, WeightsError
 from multiworld_serving.models.optimize.deviation import deviation_of_rows
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
+from multiworld_serving.models.stages.bundle_stage import packed_output
+from multiworld_serving.models.stages.objects import OBJECT_ROWS
+from multiworld_serving.models.stages.stage import ObjectStageSpec, StageSpec
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ class StageWeights:
         OSError: the file cannot be read.
     """
 
-    def __init__(self, head: bytes, file: TensorFile, ranges: Sequence[TensorEntry]) -> None:
+    def __init__(self, head: bytes = b"", file: TensorFile | None = None, ranges: Sequence[TensorEntry] = ()) -> None:
         self._head = head
         self._file = file
         self._ranges = tuple(ranges)
@@ -59,6 +62,7 @@ class StageWeights:
         for each in self._ranges:
             for at in range(0, each.size, _CHUNK_BYTES):
                 expected = min(_CHUNK_BYTES, each.size - at)
+                assert self._file is not None, "the ranges are of a file"
                 found = os.pread(self._file.fileno(), expected, each.offset + at)
                 if len(found) < expected:
                     raise OSError("a file with weights has become shorter; load the version again")
@@ -76,12 +80,12 @@ class StagePlan:
 
     Attributes:
         number: of the version, by which workers know its stages. The version's name is `spec.version`.
-        self_test_input: one row.
+        self_test_input: one row; none for a stage in Python, which tests itself.
         self_test_output: the output of this stage for `self_test_input`, computed in float32.
         tuning: precision and optimization that workers use.
     """
 
-    spec: BundleStageSpec
+    spec: StageSpec
     weights: StageWeights
     self_test_input: Tensor
     self_test_output: Tensor
@@ -131,23 +135,46 @@ class StagePlan:
 
     def check_self_test(self, output: Tensor | None) -> str | None:
         """Compare a worker's self-test output with the reference. Returns what is wrong with it; None if it is correct."""
-        expected = self.self_test_output
+        expected, spec = self.self_test_output, self.spec
+        if isinstance(spec, ObjectStageSpec):
+            return self._check_objects(output, spec)
         if output is None or output.shape != expected.shape or output.dtype != self.output_dtype:
             found = "nothing" if output is None else f"{output.dtype} {tuple(output.shape)}"
             return f"expected {self.output_dtype} {tuple(expected.shape)}, got {found}"
         try:
-            off = deviation_of_rows(output.to(expected.dtype), expected, self.spec, self._precision)
+            return self._deviates(deviation_of_rows(output.to(expected.dtype), expected, spec, self._precision))
         except BundleError as error:
             return str(error)
+
+    def _check_objects(self, output: Tensor | None, spec: ObjectStageSpec) -> str | None:
+        assert spec.bundle is not None, "a stage in Python has no self-test here"
+        try:
+            assert output is not None, "a worker returns it with the result"
+            (found,), (expected,) = (OBJECT_ROWS.decoded(each) for each in (output, self.self_test_output))
+            rows = packed_output(spec.bundle, found)
+            return self._deviates(
+                deviation_of_rows(rows, packed_output(spec.bundle, expected), spec.bundle, self._precision)
+            )
+        except (ModelError, LookupError, TypeError, ValueError) as error:
+            return f"the output is not that of the bundle: {error}"
+
+    def _deviates(self, off: float) -> str | None:
         limit = _TOLERANCE[self._precision]
         if not off <= limit:  # also true for not-a-number
             return f"the output deviates from the reference by {off:.3g}; at most {limit:g} is allowed"
         return None
 
 
+@dataclass(frozen=True)
+class BundlePlan(StagePlan):
+    """A stage of a bundle that is the whole model."""
+
+    spec: BundleStageSpec
+
+
 def make_bundle_plan(
     bundle: Bundle, num_stages: int, tuning: Tuning = NO_TUNING, number: int = 1
-) -> tuple[StagePlan, ...]:
+) -> tuple[BundlePlan, ...]:
     """The stages of a bundle, cut at its own positions if it was made with this number of stages.
 
     The weights stay in its file. With other positions the reference outputs are computed here.
@@ -165,7 +192,7 @@ def make_bundle_plan(
         rows = spec.input_rows.pack(tensors)
         file = bundle.weights_file
         sent = StageWeights(stage_head(stage), file, [file.entries[node.key] for node in weights_in_order(stage)])
-        plans.append(StagePlan(spec, sent, rows, spec.output_rows.pack(output), number, tuning))
+        plans.append(BundlePlan(spec, sent, rows, spec.output_rows.pack(output), number, tuning))
         logger.debug(
             "stage=%d blocks=%s..%s weights_mb=%.1f", spec.index, spec.blocks[0], spec.blocks[-1], sent.size / 1e6
         )

@@ -12,7 +12,7 @@ import torch
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import ModelError
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan, make_bundle_plan
 from tests.bundles import PREVIEW, Text, classifier_bundle, text_bundle
 from tests.resnets import sent_weights
 from tests.unit.models.hostile_graphs import HOSTILE
@@ -39,7 +39,7 @@ def test_bundle_of_the_preview_release_is_served() -> None:
         torch.testing.assert_close(found, expected)
 
 
-def received(plan: StagePlan) -> torch.nn.Module:
+def received(plan: BundlePlan) -> torch.nn.Module:
     """The stage as a worker loads it from the messages of a leader."""
     assignment = plan.assignment(8, 2)
     sent = sent_weights(plan)

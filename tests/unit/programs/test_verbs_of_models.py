@@ -9,30 +9,20 @@ import numpy as np
 import pytest
 
 from multiworld_serving.cli.main import main
-from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, image_bytes, running_frontend
 from tests.unit.server.http_port import http_port
 from tests.unit.server.text_model import TEXT, text_predictor
 
-HANDLER = """
-import numpy as np
-
-class Handler:
-    def decode(self, body, content_type):
-        ids = np.array([[len(word) for word in body.decode().split()]])
-        return {"ids": ids, "mask": ids > 0}
-
-    def encode(self, outputs):
-        return b"%d letters" % outputs["sums"][0], "text/plain"
-"""
 SHORT = ["--duration", "1s", "--warm-up", "0s", "--clients", "2"]
 
 
 async def statuses(
-    predictor: Any, model: Any, *commands: list[str], handler: HandlerProcesses | None = None
+    predictor: Any,
+    model: Any,
+    *commands: list[str],
 ) -> list[int]:
     """The exit statuses of these command lines with the URL of a service of this model."""
-    async with running_frontend(predictor, model, handler=handler) as frontend, http_port(app=frontend.app) as port:
+    async with running_frontend(predictor, model) as frontend, http_port(app=frontend.app) as port:
         url = ["--url", f"http://127.0.0.1:{port.number}"]
         return [await asyncio.to_thread(main, [*command, *url]) for command in commands]
 
@@ -59,15 +49,3 @@ async def test_tensors_of_the_metadata_are_sent_to_another_model(
     assert await statuses(text_predictor(), TEXT, *commands) == [0, 0]
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["sums"] == [6.0, 15.0]
-
-
-async def test_files_are_sent_to_the_handler(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "letters.py").write_text(HANDLER)
-    text = tmp_path / "text.txt"
-    text.write_text("one more sentence")
-    commands = (["bench", "--json", *SHORT, "--file", str(text)], ["predict", str(text)])
-    with HandlerProcesses(f"{tmp_path / 'letters.py'}:Handler", 60.0) as handler:
-        assert await statuses(text_predictor(), TEXT, *commands, handler=handler) == [0, 0]
-    out = capsys.readouterr().out
-    assert '"failed": 0' in out
-    assert "15 letters" in out

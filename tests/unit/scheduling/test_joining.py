@@ -24,7 +24,7 @@ class Leader:
         ]
         versions: Any = SimpleNamespace(current=SimpleNamespace(version=ModelVersion(1, "v1"), stages=stages))
         settings: Any = SimpleNamespace(join_port=0, heartbeat_timeout_s=1.0)
-        self.placement = Placement(2, replicas, 1)
+        self.placement = Placement([replicas] * 2, 1)
         self.joining = Joining(versions, settings, self.placement, Goal((1,)), cast(Any, None), 8)
         self.names = map(str, count())
 

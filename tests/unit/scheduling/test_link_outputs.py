@@ -16,7 +16,7 @@ from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.server.leader.replicas import worker_link
 from multiworld_serving.server.leader.replicas.worker import SentBatch, SlotId, Worker
 from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan, make_bundle_plan
 from tests.bundles import PREVIEW
 from tests.waiting import until
 
@@ -39,7 +39,7 @@ class Posted:
         self.takes.append(take)
 
 
-def ready_link(*plans: StagePlan) -> tuple[WorkerLink, Posted, list[Any]]:
+def ready_link(*plans: BundlePlan) -> tuple[WorkerLink, Posted, list[Any]]:
     """A link, what it sends, and the outputs that it has taken."""
     worker = Worker(JoinRequest("w", "cpu", "here", 1), SlotId(0, 0), 1, state="ready")
     outputs: list[Any] = []

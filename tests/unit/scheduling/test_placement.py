@@ -22,7 +22,7 @@ def join(slots: Placement, worker: str, host: str = "h") -> str:
 
 def placed(workers: str, num_stages: int = 2, replicas: int = 2, spares: int = 0) -> Placement:
     """A placement that workers with these names of one letter have joined."""
-    slots = Placement(num_stages, replicas, spares)
+    slots = Placement([replicas] * num_stages, spares)
     for worker in workers:
         join(slots, worker)
     return slots
@@ -60,7 +60,7 @@ def settle(slots: Placement, now_s: float = 0.0) -> list[str]:
 
 
 def test_replicas_of_a_stage_are_spread_over_hosts() -> None:
-    slots = Placement(2, 2)
+    slots = Placement([2, 2])
     places = {(host, join(slots, f"{host}{number}", host)[:2]) for number in range(2) for host in ("left", "right")}
     assert places == {(host, stage) for host in ("left", "right") for stage in ("s0", "s1")}
 
@@ -104,7 +104,7 @@ def test_slot_of_a_failed_extra_replica_is_kept_for_a_successor_for_a_while() ->
 
 
 def test_excess_workers_become_spares_first_and_then_extra_replicas() -> None:
-    slots = Placement(2, 1, spares_wanted=2)
+    slots = Placement([1, 1], spares_wanted=2)
     joined = [join(slots, name) for name in "abcdefg"]
     assert joined == ["s0.r0", "s1.r0", "spare0", "spare1", "s0.r1", "s1.r1", "s0.r2"]
     leave(slots, "s0.r2")
@@ -164,7 +164,7 @@ def test_next_leader_has_the_layout_of_the_lost_one_when_all_workers_have_joined
     num_stages: int, replicas: int, first: list[int], second: list[int]
 ) -> None:
     count = num_stages * replicas + 2
-    one, other = (Placement(num_stages, replicas, spares_wanted=1) for _ in range(2))
+    one, other = (Placement([replicas] * num_stages, spares_wanted=1) for _ in range(2))
     places = {worker: join(one, str(worker)) for worker in first if worker < count}
     for worker in second:
         if worker < count and num_stages > 1:

@@ -32,7 +32,7 @@ class Cluster:
         self.random = random.Random(seed)
         self.now_s = 0.0
         stages, replicas, spares = self.random.randint(1, 3), self.random.randint(1, 3), self.random.randint(0, 1)
-        self.placement = Placement(stages, replicas, spares)
+        self.placement = Placement([replicas] * stages, spares)
         self.goal = Goal((1,))
         self.timers: list[tuple[float, Callable[[], object]]] = []
         self.given_up = False
@@ -150,7 +150,7 @@ class Cluster:
         stage = worker.slot.stage
         if step.kind in DISRUPTIVE:
             assert not any(each.state == "draining" or each.busy_with == "restart" for each in others)
-            if stage is not None and self.placement.replicas > 1:
+            if stage is not None and self.placement.replicas[0] > 1:
                 assert any(each.state == "ready" for each in others if each.slot.stage == stage), step
         if step.kind == "load":
             assert self.goal.loading is not None
@@ -186,10 +186,10 @@ def test_everything_serves_in_the_end_when_workers_are_killed_at_random(seed: in
     cluster = Cluster(seed)
     cluster.run(150)
     assert cluster.placement.fully_replicated
-    may_spread = cluster.placement.replicas == 2 and not cluster.placement.spares_wanted
+    may_spread = cluster.placement.replicas[0] == 2 and not cluster.placement.spares_wanted
     assert is_spread(cluster.placement) or not may_spread
     workers = [int(worker.name[1:]) for worker in cluster.placement.workers()]
-    more = len(workers) - cluster.placement.num_stages * cluster.placement.replicas
+    more = len(workers) - cluster.placement.num_stages * cluster.placement.replicas[0]
     assert len(cluster.placement.of_stage(None)) == min(cluster.placement.spares_wanted, more)
     spare = len(workers) - cluster.placement.num_stages
     cluster.goal.loading = Loading(2, cluster.now_s + 30)

@@ -44,7 +44,7 @@ def test_quarantine_and_memory_are_bounded() -> None:
 def test_worker_that_fails_for_a_reason_of_the_model_does_not_join_for_ever(why: str, given_up: bool) -> None:
     versions: Any = SimpleNamespace(current=SimpleNamespace(version=ModelVersion(1, "v1"), stages=()))
     settings: Any = SimpleNamespace(join_port=0)
-    joining = Joining(versions, settings, Placement(1, 1, 0), Goal((1,)), cast(Any, None), 8)
+    joining = Joining(versions, settings, Placement([1], 0), Goal((1,)), cast(Any, None), 8)
     request = JoinRequest("w", "cpu", "127.0.0.1", 7, edge="127.0.0.1:1/a")
     for number in range(8):
         assert joining.wait_s(request) == 0.0, "no other worker has the stage"

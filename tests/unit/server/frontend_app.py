@@ -16,7 +16,6 @@ from multiworld_serving.common.service.predictor import ImageSizes, ModelVersion
 from multiworld_serving.common.service.snapshots import PipelineSnapshot, ReplicaState
 from multiworld_serving.server.frontend.api.app import Application, create_api
 from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
-from multiworld_serving.server.frontend.api.handler.handler_processes import HandlerProcesses
 from multiworld_serving.server.frontend.api.inference import Inference
 from multiworld_serving.server.frontend.auth.authorizer import Authorizer
 from multiworld_serving.server.frontend.http.limits import RequestLimits
@@ -123,7 +122,6 @@ def group_of(
     predictor: LeaderPool,
     metrics: FrontendMetrics,
     inference: Inference | None = None,
-    handler: HandlerProcesses | None = None,
     protocols: Sequence[InferenceProtocol] = ("predict", "v2"),
     name: str = MODEL.name,
 ) -> ModelGroup:
@@ -135,7 +133,7 @@ def group_of(
     group = ModelGroup(predictor, requests, EventFeed(requests))
     if inference is not None:
         requests.declare(name, inference.signature.model.version, protocols)
-        group.open(inference, handler)
+        group.open(inference)
     return group
 
 
@@ -170,7 +168,6 @@ async def running_frontend(
     model: ServedModel = MODEL,
     *,
     authorizer: Authorizer | None = None,
-    handler: HandlerProcesses | None = None,
     access_log: bool = False,
     admin_port: int | None = None,
     **limits: Any,
@@ -179,7 +176,7 @@ async def running_frontend(
     predictor, metrics = predictor or ColourPredictor(), FrontendMetrics()
     metrics.requests.log_all = access_log
     inference = Inference(predictor, model, RequestLimits(**limits))
-    groups = ModelGroups(group_of(predictor, metrics, inference, handler))
+    groups = ModelGroups(group_of(predictor, metrics, inference))
     app = create_api(groups, metrics, authorizer, admin_port=admin_port)
     async with inference.threads, inference.large_images, client_of(app) as client:
         yield RunningFrontend(app, client, predictor, metrics)

@@ -57,7 +57,7 @@ def test_further_versions_have_the_same_stages(opened: tuple[ModelSource, Versio
     assert loader.load(None, versions) is plan
     found = loader.load("next.safetensors", versions)
     assert (found.version.number, found.version.name.partition("-")[0]) == (2, "next")
-    assert [stage.spec.inputs for stage in found.stages] == [stage.spec.inputs for stage in plan.stages]
+    assert [stage.spec.input_rows for stage in found.stages] == [stage.spec.input_rows for stage in plan.stages]
     assert [stage.weights.sha256 for stage in found.stages] != [stage.weights.sha256 for stage in plan.stages]
 
 

@@ -30,7 +30,7 @@ from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
 from multiworld_serving.server.leader.scheduling.config import SchedulerConfig
 from multiworld_serving.server.leader.serving import Serving
 from multiworld_serving.server.leader.versions.model_source import ModelSource
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan
 from multiworld_serving.server.leader.versions.version_table import VersionPlan, VersionTable
 from tests.waiting import until
 
@@ -84,7 +84,7 @@ class Loader:
 
 def plan(number: int) -> VersionPlan:
     spec = SimpleNamespace(index=0, blocks=())
-    return VersionPlan(ModelVersion(number, f"v{number}"), (cast(StagePlan, SimpleNamespace(spec=spec)),))
+    return VersionPlan(ModelVersion(number, f"v{number}"), (cast(BundlePlan, SimpleNamespace(spec=spec)),))
 
 
 class Service:
@@ -317,7 +317,7 @@ def test_version_numbers_are_unique_and_known_ones_are_bounded() -> None:
     assert versions.number_of("other") == 3
     for name in [*(f"n{at}" for at in range(20)), "n18"]:
         version = ModelVersion(versions.number_of(name), name)
-        moved = VersionPlan(version, (cast(StagePlan, None),))
+        moved = VersionPlan(version, (cast(BundlePlan, None),))
         former = versions.current
         versions.switch_to(moved)
         assert versions.plan(moved.key) is moved

@@ -21,7 +21,7 @@ def test_inexact_join_messages_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("weights_bytes", (0, 1 << 50)),
+        ("weights_bytes", (-1, 1 << 50)),
         ("max_batch_size", (0, 10**30)),
         ("window", (0, 10**9)),
         ("version", (-1, 1 << 32)),

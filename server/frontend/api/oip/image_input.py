@@ -16,12 +16,12 @@ from multiworld_serving.server.frontend.api.oip.metadata import Signature
 from multiworld_serving.server.frontend.api.oip.tensors import (
     InputTensor,
     abbreviated,
+    bytes_elements,
     check_rows,
     json_data,
     tensor_values,
 )
 
-_LENGTH_BYTES = 4
 _HALF_GREY_LEVEL = 0.5 / 255
 
 
@@ -48,7 +48,7 @@ def image_input(tensor: InputTensor, signature: Signature) -> Tensor | list[byte
     check_rows(name, shape[0], signature.max_rows, "images")
     if datatype == "BYTES":
         if isinstance(tensor.data, memoryview):
-            return _elements(name, tensor.data, shape[0])
+            return bytes_elements(name, tensor.data, shape[0])
         return [_from_base64(name, value, at) for at, value in enumerate(json_data(tensor))]
     values = tensor_values(tensor)
     return values if datatype == "UINT8" else _grey_levels(name, values)
@@ -73,26 +73,6 @@ def _grey_levels(name: str, values: Tensor) -> Tensor:
             "mean and standard deviation; or send 0 to 255 as UINT8"
         )
     return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
-
-
-def _elements(name: str, data: memoryview, count: int) -> list[bytes]:
-    found: list[bytes] = []
-    at = 0
-    for number in range(count):
-        start = at + _LENGTH_BYTES
-        end = start + int.from_bytes(data[at:start], "little")
-        if start > len(data) or end > len(data):
-            raise InferenceRequestError(
-                f"element {number} of input {name!r} ends after its {len(data)} bytes of data; each element of BYTES is "
-                "its length as 4 bytes, little-endian, followed by its content"
-            )
-        found.append(bytes(data[start:end]))
-        at = end
-    if at != len(data):
-        raise InferenceRequestError(
-            f"the input {name!r} has {len(data) - at} bytes of data left over after its {count} elements"
-        )
-    return found
 
 
 def _from_base64(name: str, value: object, number: int) -> bytes:

@@ -18,6 +18,7 @@ from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.frontend.api.inference import InferRequest, OutputOptions
 from multiworld_serving.server.frontend.api.oip.image_input import image_input
 from multiworld_serving.server.frontend.api.oip.metadata import Signature
+from multiworld_serving.server.frontend.api.oip.objects import object_inputs
 from multiworld_serving.server.frontend.api.oip.tensors import (
     BINARY_ONLY,
     DATATYPES,
@@ -80,6 +81,8 @@ def parse_infer_request(body: bytes, json_bytes: int | None, signature: Signatur
     Raises:
         InferenceRequestError: the request is invalid for this model.
     """
+    if json_bytes == 0 and signature.model.pipeline is not None:
+        raise InferenceRequestError("a request without JSON is for models of one input; send this body to /predict")
     if json_bytes == 0:
         outputs = [OutputOptions(index, binary=True) for index in range(len(signature.model.outputs))]
         return InferRequest(*_raw_row(body, signature), outputs)
@@ -122,8 +125,10 @@ def infer_request(request: object, signature: Signature, binary: memoryview | No
         raise InferenceRequestError(
             f"the request is invalid: {error}; GET /v2/models/{signature.model.name} describes the inputs"
         ) from error
-    given = [tensor.name for tensor in asked.inputs]
-    _check_names("input", given, [spec.name for spec in signature.model.inputs], least=1)
+    is_pipeline = signature.model.pipeline is not None
+    if not is_pipeline:
+        given = [tensor.name for tensor in asked.inputs]
+        _check_names("input", given, [spec.name for spec in signature.model.inputs], least=1)
     if any(tensor.parameters and tensor.parameters.shared_memory_region is not None for tensor in asked.inputs):
         raise InferenceRequestError("shared memory is not supported; send the data in the request")
     _assign_binary_data(asked, binary)
@@ -132,7 +137,9 @@ def infer_request(request: object, signature: Signature, binary: memoryview | No
         raise InferenceRequestError("the parameters `sequence_…` are for stateful models; omit them")
     outputs = _outputs(asked.outputs, parameters.binary_data_output, signature)
     rows: Tensor | Sequence[bytes]
-    if signature.model.image is not None:
+    if is_pipeline:
+        rows, key = object_inputs(asked.inputs, signature)
+    elif signature.model.image is not None:
         rows, key = image_input(asked.inputs[0], signature), ""
     else:
         rows, key = _rows(asked.inputs, signature)
@@ -212,6 +219,16 @@ def _raw_row(body: bytes, signature: Signature) -> tuple[Tensor, str]:
 
 def _outputs(wanted: Sequence[RequestedOutput] | None, binary: bool, signature: Signature) -> list[OutputOptions]:
     """The outputs to return, and how."""
+    if signature.model.pipeline is not None:
+        return [
+            OutputOptions(
+                -1,
+                0,
+                binary if (own := output.parameters or OutputParameters()).binary_data is None else own.binary_data,
+                output.name,
+            )
+            for output in wanted or [RequestedOutput("")]
+        ]
     names = [spec.name for spec in signature.model.outputs]
     wanted = wanted or [RequestedOutput(name) for name in names]
     _check_names("output", [output.name for output in wanted], names, least=0)

@@ -38,6 +38,8 @@ BINARY_ONLY = frozenset({"FP16", "BF16"})
 _DTYPES = {datatype: getattr(torch, name) for name, datatype in DATATYPES.items()}
 _TYPECODES = {"UINT8": "B", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "FP32": "f", "FP64": "d"}
 
+_LENGTH_BYTES = 4
+
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxlist, _short.maxstring, _short.maxother = 2, 8, 64, 64
 
@@ -178,3 +180,24 @@ def _from_binary(name: str, datatype: str, shape: list[int], data: memoryview) -
 def _tensor(datatype: str, shape: list[int], data: bytearray | array[Any]) -> Tensor:
     dtype = _DTYPES[datatype]
     return torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)
+
+
+def bytes_elements(name: str, data: memoryview, count: int) -> list[bytes]:
+    """The elements of BYTES in binary data. Raises InferenceRequestError unless there are as many."""
+    found: list[bytes] = []
+    at = 0
+    for number in range(count):
+        start = at + _LENGTH_BYTES
+        end = start + int.from_bytes(data[at:start], "little")
+        if start > len(data) or end > len(data):
+            raise InferenceRequestError(
+                f"element {number} of input {name!r} ends after its {len(data)} bytes of data; each element of BYTES is "
+                "its length as 4 bytes, little-endian, followed by its content"
+            )
+        found.append(bytes(data[start:end]))
+        at = end
+    if at != len(data):
+        raise InferenceRequestError(
+            f"the input {name!r} has {len(data) - at} bytes of data left over after its {count} elements"
+        )
+    return found

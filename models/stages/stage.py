@@ -1,0 +1,228 @@
+"""A stage whose rows are objects: its description, and how a worker computes it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from multiworld_serving.models.bundle.nodes import BATCH
+from multiworld_serving.models.bundle.rows import RowFormat
+from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.errors import BundleError, StageSpecError
+from multiworld_serving.models.stages.api import InvalidInput, Request, Stage
+from multiworld_serving.models.stages.objects import OBJECT_ROWS, encode, rows_of
+from multiworld_serving.models.stages.pipeline import PipelineSource
+
+MAX_ROWS = 1024
+Allocate = Callable[..., Tensor]
+
+
+class ObjectStageSpec(Struct, frozen=True, forbid_unknown_fields=True, tag="objects"):
+    """A stage of a pipeline in Python: a class, or a part of a bundle.
+
+    Attributes:
+        model, version, index, num_stages: see `BundleStageSpec`.
+        name: of the class or the bundle, for people.
+        source: name of the pipeline; see `PipelineSource.name`.
+        digest: of the pipeline.
+        position: in the list of the pipeline.
+        device, max_batch_size: see `Stage`.
+        bundle: the part of a bundle; None: the stage is a class.
+        pad: see `Bundle`.
+    """
+
+    model: str
+    version: str
+    index: int
+    num_stages: int
+    name: str
+    source: str
+    digest: str
+    position: int
+    device: str | None = None
+    max_batch_size: int | None = None
+    bundle: BundleStageSpec | None = None
+    pad: dict[str, float] = {}
+
+    @property
+    def input_rows(self) -> RowFormat:
+        """How the input travels."""
+        return OBJECT_ROWS
+
+    @property
+    def output_rows(self) -> RowFormat:
+        """How the output travels."""
+        return OBJECT_ROWS
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Its name, for people."""
+        part = self.bundle
+        return (self.name if part is None or part.num_stages == 1 else f"{self.name}.{part.index}",)
+
+    @property
+    def dimensions(self) -> dict[str, tuple[int, int]]:
+        """The number of rows of a batch."""
+        return {BATCH: (1, MAX_ROWS)}
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+StageSpec = BundleStageSpec | ObjectStageSpec
+
+
+def stage_spec(text: str) -> StageSpec:
+    """The description of a stage from JSON. Raises StageSpecError."""
+    try:
+        return msgspec.json.decode(text, type=StageSpec)
+    except (msgspec.MsgspecError, BundleError, UnicodeError, RecursionError) as error:
+        raise StageSpecError(
+            f"stage description is invalid: {str(error)[:200]} (do leader and worker run the same release?)"
+        ) from error
+
+
+class ObjectStage:
+    """Computes a stage whose rows are objects. Rows that an earlier stage has refused pass it unchanged.
+
+    Attributes:
+        concurrency: number of batches at the same time; above 1 they are not computed on the thread of the engine.
+    """
+
+    concurrency = 1
+
+    def compute(self, rows: Tensor, allocate: Allocate | None = None) -> Tensor:
+        """Rows in, rows out. Raises what the stage raises."""
+        objects = OBJECT_ROWS.decoded(rows)
+        live = [index for index, each in enumerate(objects) if not isinstance(each, InvalidInput)]
+        results: list[Any] = list(objects)
+        if live:
+            for index, result in zip(live, self.results([objects[index] for index in live]), strict=True):
+                results[index] = result
+        return rows_of([encode(each) for each in results], allocate)
+
+    def results(self, objects: list[Any]) -> Sequence[Any]:
+        """One result for each object. Raises anything."""
+        raise NotImplementedError
+
+
+class StageFailedError(Exception):
+    """A stage raised an exception, or returned something else than one result for each row. The cause has the traceback."""
+
+
+class PythonStage(ObjectStage):
+    """Runs a class of a user.
+
+    Args:
+        kind: the class.
+        is_first: whether its rows are requests.
+        max_batch_size: rows of one call.
+        device: what `setup` gets.
+    Raises:
+        StageFailedError: `setup` or the self-test failed.
+    """
+
+    def __init__(self, kind: type[Stage], device: str, max_batch_size: int, *, is_first: bool) -> None:
+        self.name = kind.__name__
+        self._max_batch_size = max_batch_size
+        self._request = kind.request if is_first else None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        if inspect.iscoroutinefunction(kind.__call__):
+            self.concurrency = max(1, kind.max_concurrency)
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name=f"stage-{self.name}", daemon=True).start()
+        try:
+            self._stage = kind()
+            self._stage.setup(device)
+            example = list(self._stage.example())
+        except Exception as error:
+            raise StageFailedError(
+                f"the stage {self.name} cannot be set up: {type(error).__name__}: {error}"
+            ) from error
+        if example:
+            self.compute(rows_of([encode(each) for each in example]))
+
+    def close(self) -> None:
+        """End the thread of an asynchronous stage."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def results(self, objects: list[Any]) -> Sequence[Any]:
+        """Call the stage with as many rows as it takes."""
+        found: list[Any] = [self._checked(each) for each in objects]
+        live = [index for index, each in enumerate(found) if not isinstance(each, InvalidInput)]
+        for at in range(0, len(live), self._max_batch_size):
+            part = live[at : at + self._max_batch_size]
+            for index, result in zip(part, self._call([found[index] for index in part]), strict=True):
+                found[index] = result
+        return found
+
+    def _checked(self, row: Any) -> Any:
+        """The row; InvalidInput if it is a request with a body of another type than the stage names."""
+        if self._request is not None and isinstance(row, Request):
+            row.type = self._request
+            if not row.inputs:
+                try:
+                    row.json()
+                except InvalidInput as error:
+                    return error
+        return row
+
+    def _call(self, rows: list[Any]) -> Sequence[Any]:
+        """One result for each row. If InvalidInput is raised for several rows, each is computed alone. Raises StageFailedError."""
+        try:
+            found = self._stage(rows)
+            if inspect.isawaitable(found):
+                assert self._loop is not None, "its `__call__` is a coroutine function"
+                found = asyncio.run_coroutine_threadsafe(_awaited(found), self._loop).result()
+        except InvalidInput as error:
+            return [error] if len(rows) == 1 else [self._call([row])[0] for row in rows]
+        except Exception as error:
+            raise StageFailedError(f"the stage {self.name} raised {type(error).__name__}") from error
+        if not isinstance(found, Sequence | Tensor) or isinstance(found, str | bytes) or len(found) != len(rows):
+            count = f"{len(found)} results" if isinstance(found, Sequence | Tensor) else type(found).__name__
+            raise StageFailedError(
+                f"the stage {self.name} returned {count} for {len(rows)} rows; expected one for each"
+            )
+        return found
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def load_python_stage(spec: ObjectStageSpec, source: PipelineSource, device: torch.device, rows: int) -> PythonStage:
+    """Import the pipeline and set up a stage of it.
+
+    Args:
+        source: what the operator of this process has allowed.
+        device: of this process.
+        rows: most rows of a batch.
+    Raises:
+        StageSpecError, StageFailedError: it cannot be imported or set up, or needs another device.
+    """
+    kind = source.load().elements[spec.position]
+    assert isinstance(kind, type), "the digest is the same, so the list is"
+    wanted = torch.device(spec.device or device)
+    if wanted.type not in ("cpu", device.type):
+        raise StageSpecError(
+            f"the stage {spec.name} needs {wanted}; this worker computes on {device}: start it with --device {wanted}"
+        )
+    chosen = device if wanted.index is None and wanted.type == device.type else wanted
+    return PythonStage(kind, str(chosen), spec.max_batch_size or rows, is_first=spec.is_first)

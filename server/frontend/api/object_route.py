@@ -1,0 +1,125 @@
+"""POST /predict of a pipeline in Python: any body in, and what the last stage returns out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jsonschema
+import msgspec
+import numpy as np
+from starlette import requests
+from starlette.responses import Response
+from torch import Tensor
+
+from multiworld_serving.common.service.errors import InvalidInputError, StageError
+from multiworld_serving.common.service.predictor import Prediction
+from multiworld_serving.models.stages import api
+from multiworld_serving.models.stages.objects import OBJECT_ROWS, ObjectError, encode, rows_of
+from multiworld_serving.models.stages.pipeline import PipelineDescription
+from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, encoded, prediction_headers
+
+_HIDDEN_HEADERS = frozenset(
+    ("authorization", "connection", "content-length", "cookie", "host", "proxy-authorization", "transfer-encoding")
+)
+_LARGE_BODY_BYTES = 1 << 18
+_FORBIDDEN_HEADERS = frozenset(("content-length", "transfer-encoding", "connection"))
+
+
+@dataclass(frozen=True)
+class ObjectRoute:
+    """The route POST /predict of a pipeline in Python, and its dependencies."""
+
+    inference: Inference
+    pipeline: PipelineDescription
+
+    def __post_init__(self) -> None:
+        schema = self.pipeline.request_schema
+        validator = None if schema is None else jsonschema.Draft202012Validator(schema)
+        object.__setattr__(self, "_validator", validator)
+
+    async def answer(self, request: requests.Request) -> Response:
+        """Send the body to the first stage."""
+        inference = self.inference
+        async with inference.open_http(request) as opened:
+            body = await opened.body(request.headers, allow_empty=True)
+            await opened.admit()
+            make = partial(self._rows, body, request)
+            rows = await inference.threads.run(make) if len(body) > _LARGE_BODY_BYTES else make()
+            del body, make
+            prediction = await inference.predict(opened, InferRequest(rows, OBJECT_ROWS.key(rows)))
+            del rows
+            return await encoded(prediction, partial(_response, prediction))
+
+    def _rows(self, body: bytes, request: requests.Request) -> Tensor:
+        """The row of a request. Raises InvalidInputError if its JSON is not what the first stage takes."""
+        validator: Any = self.__dict__["_validator"]
+        if validator is not None:
+            try:
+                given = msgspec.json.decode(body)
+            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+                raise InvalidInputError(f"the body is not valid JSON: {error}") from error
+            if (wrong := jsonschema.exceptions.best_match(validator.iter_errors(given))) is not None:
+                raise InvalidInputError(f"the body does not fit at {wrong.json_path}: {wrong.message[:300]}")
+        headers = {name: value for name, value in request.headers.items() if name not in _HIDDEN_HEADERS}
+        row = api.Request(body, request.headers.get("content-type", ""), dict(request.query_params), headers)
+        return object_rows([row])
+
+
+def object_rows(objects: list[Any]) -> Tensor:
+    """The rows of these objects. Raises InvalidInputError if they are too large."""
+    try:
+        return rows_of([encode(each) for each in objects])
+    except ObjectError as error:
+        raise InvalidInputError(str(error)) from error
+
+
+def objects_of(prediction: Prediction) -> list[Any]:
+    """The results of the samples. Raises InvalidInputError for one that the pipeline does not accept; StageError."""
+    try:
+        found = OBJECT_ROWS.decoded(prediction.output)
+    except ObjectError as error:
+        raise StageError(f"the last stage returned something that is not an object: {error}") from error
+    for number, each in enumerate(found, 1):
+        if isinstance(each, api.InvalidInput):
+            raise InvalidInputError(str(each) if len(found) == 1 else f"sample {number} of {len(found)}: {each}")
+    return found
+
+
+def _response(prediction: Prediction) -> Response:
+    (result,) = objects_of(prediction)
+    headers = prediction_headers(prediction)
+    if isinstance(result, api.Response):
+        own = {name: value for name, value in result.headers.items() if name.lower() not in _FORBIDDEN_HEADERS}
+        if not 200 <= result.status <= 599 or not all(map(_is_printable, (result.content_type, *own, *own.values()))):
+            raise StageError(f"the last stage returned a response with the status {result.status} and invalid headers")
+        return Response(result.body, result.status, headers | own, media_type=result.content_type)
+    if isinstance(result, bytes):
+        return Response(result, media_type="application/octet-stream", headers=headers)
+    if isinstance(result, str):
+        return Response(result.encode("utf-8", "replace"), media_type="text/plain; charset=utf-8", headers=headers)
+    return Response(as_json(result), media_type="application/json", headers=headers)
+
+
+def _is_printable(text: str) -> bool:
+    return text.isascii() and text.isprintable()
+
+
+def as_json(result: Any) -> bytes:
+    """A result of the last stage as JSON. Raises StageError."""
+    try:
+        return msgspec.json.encode(result, enc_hook=_plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise StageError(f"the last stage returned what JSON cannot express: {str(error)[:200]}") from error
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a value of the type {type(value).__name__}")
