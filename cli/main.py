@@ -8,6 +8,7 @@ from multiworld_serving.cli.verbs import (
     admin,
     bench,
     chaos,
+    check,
     credentials,
     export,
     predict,
@@ -19,7 +20,7 @@ VERBS: dict[str, Callable[[Any], int]] = {
     verb.__name__.replace("_", "-"): verb
     for verb in (
         *(processes.serve, processes.down, processes.frontend, processes.leader, processes.worker),
-        *(predict.predict, export.export, status.status, bench.bench, chaos.chaos),
+        *(predict.predict, export.export, check.check, status.status, bench.bench, chaos.chaos),
         *(admin.rolling_restart, admin.load_version, admin.unload, admin.models),
         *(credentials.key, credentials.token),
     )

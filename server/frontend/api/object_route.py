@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jsonschema
 import msgspec
-import numpy as np
 from starlette import requests
 from starlette.responses import Response
 from torch import Tensor
@@ -19,6 +17,7 @@ from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.models.stages import api
 from multiworld_serving.models.stages.objects import OBJECT_ROWS, ObjectError, encode, rows_of
 from multiworld_serving.models.stages.pipeline import PipelineDescription
+from multiworld_serving.models.stages.responses import response_of
 from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, encoded, prediction_headers
 
 _HIDDEN_HEADERS = frozenset(
@@ -91,35 +90,15 @@ def objects_of(prediction: Prediction) -> list[Any]:
 def _response(prediction: Prediction) -> Response:
     (result,) = objects_of(prediction)
     headers = prediction_headers(prediction)
-    if isinstance(result, api.Response):
-        own = {name: value for name, value in result.headers.items() if name.lower() not in _FORBIDDEN_HEADERS}
-        if not 200 <= result.status <= 599 or not all(map(_is_printable, (result.content_type, *own, *own.values()))):
-            raise StageError(f"the last stage returned a response with the status {result.status} and invalid headers")
-        return Response(result.body, result.status, headers | own, media_type=result.content_type)
-    if isinstance(result, bytes):
-        return Response(result, media_type="application/octet-stream", headers=headers)
-    if isinstance(result, str):
-        return Response(result.encode("utf-8", "replace"), media_type="text/plain; charset=utf-8", headers=headers)
-    return Response(as_json(result), media_type="application/json", headers=headers)
+    try:
+        result = response_of(result)
+    except ObjectError as error:
+        raise StageError(f"the last stage returned {error}") from error
+    own = {name: value for name, value in result.headers.items() if name.lower() not in _FORBIDDEN_HEADERS}
+    if not 200 <= result.status <= 599 or not all(map(_is_printable, (result.content_type, *own, *own.values()))):
+        raise StageError(f"the last stage returned a response with the status {result.status} and invalid headers")
+    return Response(result.body, result.status, headers | own, media_type=result.content_type)
 
 
 def _is_printable(text: str) -> bool:
     return text.isascii() and text.isprintable()
-
-
-def as_json(result: Any) -> bytes:
-    """A result of the last stage as JSON. Raises StageError."""
-    try:
-        return msgspec.json.encode(result, enc_hook=_plain)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise StageError(f"the last stage returned what JSON cannot express: {str(error)[:200]}") from error
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"a value of the type {type(value).__name__}")

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multiworld_serving.common.service.errors import InferenceRequestError
+from multiworld_serving.common.service.errors import InferenceRequestError, StageError
 from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.stages.api import Request, Response
-from multiworld_serving.models.stages.objects import OBJECT_ROWS
-from multiworld_serving.server.frontend.api.object_route import as_json, object_rows, objects_of
+from multiworld_serving.models.stages.objects import OBJECT_ROWS, ObjectError
+from multiworld_serving.models.stages.responses import as_json
+from multiworld_serving.server.frontend.api.object_route import object_rows, objects_of
 from multiworld_serving.server.frontend.api.oip.metadata import Signature
 from multiworld_serving.server.frontend.api.oip.tensors import (
     DATATYPES,
@@ -134,4 +135,7 @@ def _output(name: str, values: list[Any]) -> NamedOutput:
 def _text(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
-    return value.encode("utf-8", "replace") if isinstance(value, str) else as_json(value)
+    try:
+        return value.encode("utf-8", "replace") if isinstance(value, str) else as_json(value)
+    except ObjectError as error:
+        raise StageError(f"the last stage returned {error}") from error
