@@ -35,7 +35,15 @@ FOREIGN_OPTIONS = {
     "--port",  # torchrun
 }
 FOREIGN_IDENTIFIERS = {
-    *("api_auth", "batch_timeout", "decode_request", "encode_response", "max_payload_size"),  # LitServe
+    *(
+        "api_auth",
+        "api_path",
+        "request_timeout_s",
+        "batch_timeout",
+        "decode_request",
+        "encode_response",
+        "max_payload_size",
+    ),  # LitServe
     *("job_queue_size", "max_batch_delay", "min_worker"),  # TorchServe
     *("perf_analyzer", "version_policy"),  # Triton
 }
