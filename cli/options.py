@@ -41,6 +41,8 @@ _IN_SHORT_HELP = {
 }
 """The settings that `--help` lists; `--help-all` lists all."""
 HELP = frozenset({"-h", "--help", "--help-all"})
+_NARGS = {(False, False): "?", (False, True): None, (True, False): "*", (True, True): "+"}
+"""Of arguments, by whether they are a list and whether they are required."""
 _REPEATED = ("leader", "model", "url", "allow")
 """Options that may be repeated: their values are joined by commas."""
 
@@ -135,7 +137,7 @@ def parser_of(name: str, verb: Callable[[Any], int], *, shows_all: bool = True) 
         else:
             how["metavar"] = _metavar(dest, field)
         if extra(field)["positional"]:
-            parser.add_argument(dest, nargs="+" if is_list else None if field.is_required() else "?", **how)
+            parser.add_argument(dest, nargs=_NARGS[is_list, field.is_required()], **how)
             continue
         if is_list or dest in _REPEATED:
             how["action"] = "append"

@@ -146,10 +146,17 @@ def _operate(options: OperationOptions, verb: str, parameters: dict[str, str]) -
 class ModelsOptions(AsJson, ServiceOptions):
     """Options of `models`."""
 
-    action: Literal["list", "add", "remove"] = setting(positional=True)
-    """list, add or remove."""
+    action: Literal["list", "add", "share", "remove"] = setting(positional=True)
+    """list, add, share or remove."""
     model: str | None = setting(None, positional=True, metavar="NAME")
-    """For add, NAME=SOURCE with a model of torchvision or a bundle below --weights-dir of the service; for remove, NAME."""
+    """For add, NAME=SOURCE with a model of torchvision or a bundle below --weights-dir of the service; for share and remove, NAME. A
+    version of a model is NAME@VERSION."""
+    shares: tuple[str, ...] = setting((), positional=True, metavar="VERSION=PERCENT")
+    """For share, what versions get from now on, or VERSION=shadow; the others divide the rest."""
+    share: float | None = setting(None, ge=0, le=100)
+    """Share of the added version in the requests of the model, in percent; the other versions give it up. By default 0."""
+    shadow: bool = setting(False)
+    """Copy each request of the model to the added version. Its results are compared with those of the other versions and counted."""
     sets: tuple[str, ...] = setting((), names=("--set",), metavar="NAME=VALUE")
     """Setting of the added model as in a table [[models]], such as stages=1; may be repeated."""
     timeout_s: float = setting(600.0, gt=0, le=86_400)
@@ -157,16 +164,20 @@ class ModelsOptions(AsJson, ServiceOptions):
 
 
 def models(options: ModelsOptions) -> int:
-    """List the models of a running service, add one, or remove one. The other models keep their processes.
+    """List the models of a running service, add one, remove one, or divide the requests of a model among its versions.
 
-    `add` returns when the model is ready; if it does not become ready, nothing has changed. `remove` returns when its requests are
-    answered. To keep a change after a restart of the service, write it into the settings file too. If the service has admin keys
-    (--admin-keys-file), give one with --api-key-file.
+    The other models keep their processes. `add` returns when the model is ready; if it does not become ready, nothing has changed.
+    `remove` returns when its requests are answered. `list` shows the requests of each version, and how many got an error (5xx).
+    `share` takes effect within a second. To keep a change after a restart of the service, write it into the settings file too. If the
+    service has admin keys (--admin-keys-file), give one with --api-key-file.
 
     Examples:
         multiworld models list
         multiworld models add detector=detector.bundle --set stages=1 --set queue_limit=64
         multiworld models remove detector
+        multiworld models add detector@2=better.bundle --share 5
+        multiworld models share detector 2=50
+        multiworld models remove detector@1
 
     Exit status: 0 done, 1 refused, and the models are as before, 2 invalid usage.
     """
@@ -174,11 +185,40 @@ def models(options: ModelsOptions) -> int:
         if options.action != "list":
             _change(options, clients)
         found = send_to_any(clients, "POST", "/v2/repository/index", json={}).json()
+        counts = _counts(send_to_any(clients, "GET", "/metrics").text)
+    found = [each | counts.get(each["name"], {}) for each in found]
     if options.as_json:
         print(json.dumps(found))
-    for each in () if options.as_json else found:
-        print(f"{each['name']} {each['version'] or '-'} {each['state']} {each['reason']}".rstrip())
+        return 0
+    for each in found:
+        name, version = each.pop("name"), each.pop("version") or "-"
+        if "share" in each:  # of several versions, or of one with a number: the other number is that of its weights
+            name, version = name if "@" in name else f"{name}@1", ""
+        texts = [name, version, each.pop("state"), each.pop("reason")]
+        numbers = (
+            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in each.items()
+        )
+        print(" ".join(filter(None, (*texts, *numbers))))
     return 0
+
+
+def _counts(metrics: str) -> dict[str, dict[str, int]]:
+    """The requests and errors of each model, and the outcomes of the copies of its requests, in all frontends."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, dict[str, int]] = {}
+    families = ("multiworld_requests_total", "multiworld_shadow_requests_total")
+    lines = "\n".join(line for line in metrics.splitlines() if line.startswith(families))
+    for name, labels, value, *_ in (
+        each for family in text_string_to_metric_families(lines) for each in family.samples
+    ):
+        counts = found.setdefault(labels["model"], {"requests": 0, "errors": 0})
+        if name == families[0]:
+            counts["requests"] += int(value)
+            counts["errors"] += int(value) * labels["code"].startswith("5")
+        else:
+            counts[labels["outcome"]] = counts.get(labels["outcome"], 0) + int(value)
+    return found
 
 
 def _change(options: ModelsOptions, clients: Clients) -> None:
@@ -187,7 +227,13 @@ def _change(options: ModelsOptions, clients: Clients) -> None:
     if not name or bool(source) != (options.action == "add") or bool(equals) != bool(source):
         expected = "NAME=SOURCE, such as detector=detector.bundle" if options.action == "add" else "the NAME of a model"
         raise UserError(f"models {options.action} {options.model or ''}: expected {expected}")
-    request = {"action": options.action, "name": name, "source": source, "settings": assignments(options.sets)}
+    if bool(options.shares) != (options.action == "share") or not all("=" in each for each in options.shares):
+        expected = "VERSION=PERCENT, such as 2=50" if options.action == "share" else "one argument"
+        raise UserError(f"models {options.action} {name} {' '.join(options.shares)}: expected {expected}")
+    settings, shares = assignments(options.sets), assignments(options.shares)
+    if options.shadow or options.share is not None:
+        settings["share"] = "shadow" if options.shadow else str(options.share)
+    request = {"action": options.action, "name": name, "source": source, "settings": settings, "shares": shares}
     timeout = {"timeout_s": options.timeout_s}
     try:
         send_request(clients[0], "POST", "/admin/models", json=request | timeout, timeout=options.timeout_s + _STOP_S)

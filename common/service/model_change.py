@@ -13,14 +13,17 @@ from multiworld_serving.common.service.errors import NotReadyError, RequestRejec
 
 
 class ModelChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Add a model, or remove one."""
+    """Add a model or a version of one, remove it, or divide the requests of a model among its versions."""
 
-    action: Literal["add", "remove"]
+    action: Literal["add", "remove", "share"]
     name: str
+    """NAME, or NAME@VERSION for one of several versions."""
     source: str = ""
     """Of an added model: a name of torchvision, or a path below --weights-dir."""
     settings: dict[str, str] = {}
     """As in a table [[models]]."""
+    shares: dict[str, str] = {}
+    """Percentages by version, or "shadow"; see `model_versions.divide`."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 600.0
     """Longest time until an added model is ready."""
 
@@ -30,7 +33,7 @@ class ModelsUnchangedError(RequestRejected, reason="models_unchanged", status=40
 
 
 async def request_change(supervisor: str, change: ModelChange, replaced: asyncio.Event, stop_s: float) -> None:
-    """Have the supervisor change the models. Then other frontends replace this one: wait until they alone accept connections.
+    """Have the supervisor change the models. If they change, others replace this frontend: wait until they alone accept connections.
 
     Args:
         supervisor: the name of its Unix socket.
@@ -44,7 +47,8 @@ async def request_change(supervisor: str, change: ModelChange, replaced: asyncio
         async with asyncio.timeout(change.timeout_s + stop_s):
             if refused := await _reply(supervisor, change):
                 raise ModelsUnchangedError(refused)
-            await replaced.wait()
+            if change.action != "share":
+                await replaced.wait()
     except OSError as error:
         why = str(error) or f"it has not replied within {change.timeout_s + stop_s:g} s"
         raise NotReadyError(

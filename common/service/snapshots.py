@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from multiworld_serving.common.service.model_versions import Share
+
 ReplicaState = Literal["absent", "joining", "loading", "warming", "checking", "ready", "draining", "left", "broken"]
 """joining: the world forms; loading: the weights are sent; warming: the worker warms up; checking: the join self-test runs;
 left: the worker left on purpose; broken: it failed."""
@@ -156,6 +158,8 @@ class PipelineSnapshot:
     frontends: tuple[FrontendSnapshot, ...] = ()
     models: dict[str, str] = field(default_factory=dict)
     """The state of every model of this frontend, by name; empty if there is only one."""
+    shares: dict[str, Share] = field(default_factory=dict)
+    """The shares of the versions of this model, by name; empty if there is only one."""
     failing: tuple[str, ...] = ()
     """Processes that the supervisor of this frontend restarts again and again, and why they end."""
     state: ServiceState = field(init=False, default="not_ready")

@@ -10,6 +10,7 @@ from pydantic import SecretStr, field_validator, model_validator
 
 from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, name_after_host, parse_address
 from multiworld_serving.common.config.settings import INTERNAL, Settings, setting
+from multiworld_serving.common.service.model_versions import model_and_version
 
 
 def _leader_name(settings: dict[str, Any]) -> str:
@@ -115,7 +116,7 @@ class LeaderSettings(ServiceSettings):
     def model_name(self) -> str:
         """The name in NAME=SOURCE; empty if there is none."""
         name, equals, _ = self.model.partition("=")
-        return name if equals and re.fullmatch(NAME_PATTERN, name) else ""
+        return name if equals and re.fullmatch(NAME_PATTERN, model_and_version(name)[0]) else ""
 
     @property
     def model_source(self) -> str:

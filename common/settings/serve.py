@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from multiworld_serving.common.config.addresses import (
     NAME_ALLOWED,
@@ -28,8 +28,11 @@ from multiworld_serving.common.settings.leader import LeaderSettings, ServiceSet
 
 _MAX_PORT = 65535
 _MAX_WORKERS = 1024
-MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"
-MODEL_NAME_ALLOWED = "1 to 48 letters, digits, dots, dashes or underscores, beginning with a letter or digit"
+MODEL_NAME = r"^(?=.{1,48}$)[A-Za-z0-9][A-Za-z0-9._-]*(@[1-9][0-9]{0,8})?$"
+MODEL_NAME_ALLOWED = (
+    "1 to 48 letters, digits, dots, dashes or underscores, beginning with a letter or digit, "
+    "and @VERSION with a whole number if several versions of the model serve"
+)
 """Names of models in a service with several: the names of their processes begin with them."""
 JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
@@ -52,6 +55,9 @@ class HttpSettings(ServiceSettings):
     """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
     metrics_host: str | None = setting(None, "Network")
     """Address of the admin port; none uses --host."""
+    share_by: str | None = setting(None, "Network", pattern=r"^[A-Za-z0-9_-]{1,64}$", allowed="the name of a header")
+    """Header that divides the requests of a model among its versions: requests with one value go to one version; none divides them
+    evenly."""
     api_keys_file: Path | None = setting(None, "Access")
     """File with the inference keys, one NAME:HASH per line, as printed by `multiworld key`, or NAME:HASH:MODEL,MODEL for a key of some
     models; none disables authentication."""
@@ -131,6 +137,9 @@ class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
     """HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders. With several models, write
     MODEL=HOST:PORT; leaders without MODEL= serve the model before them. Required without --leaders-file."""
 
+    shares_file: Path | None = setting(None, "Network")
+    """JSON file with the share of each version of a model in percent, or "shadow", such as {"search@1": 95, "search@2": 5}. It is read
+    again every second; without it, the first version of each model has all requests."""
     name: str = setting(None, "Network", default_factory=default_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
     """Name of this frontend in logs, metrics and the status; by default HOSTNAME-PID."""
     model_settings: dict[str, dict[str, Any]] = setting({}, INTERNAL)
@@ -209,6 +218,11 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     each worker, and 0 is 1."""
     frontends: int = setting(1, "Network", ge=1, le=64)
     """Number of processes that serve HTTP; use more if one core is not enough."""
+
+    share: Annotated[float, Field(ge=0, le=100)] | Literal["shadow"] | None = setting(
+        None, INTERNAL, allowed="a percentage from 0 to 100, or shadow"
+    )
+    """Share of a version in the requests of its model; see `model_versions`."""
 
     launcher: Literal["local", "ray"] = setting("local", "Launcher")
     """What starts the processes: local starts them on this machine and stops them when it ends; ray starts them on the nodes of a Ray
@@ -330,6 +344,6 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
 OF_MODEL = frozenset(
     {name for name, field in ServeSettings.model_fields.items() if panel(field) in ("Model", "Pipeline", "Batching")}
     - {"model"}
-    | {"queue_limit", "timeout_s", "recovery_grace_s", "hang_timeout_s", "hedge_factor", "join_port"}
+    | {"share", "queue_limit", "timeout_s", "recovery_grace_s", "hang_timeout_s", "hedge_factor", "join_port"}
 )
 """The settings that a table [[models]] may have, beside name and source."""

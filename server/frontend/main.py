@@ -124,7 +124,12 @@ class _Frontend:
         self.large_images = large_image_thread(request_limits(settings))
         self.started_s = time.monotonic()
         self.models = [_Model(self, name, each) for name, each in models.items()]
-        self.groups = ModelGroups(*(model.group for model in self.models), failing_file=settings.failing_file)
+        self.groups = ModelGroups(
+            *(model.group for model in self.models),
+            failing_file=settings.failing_file,
+            shares_file=settings.shares_file,
+            share_by=settings.share_by,
+        )
 
     @property
     def protocols(self) -> tuple[InferenceProtocol, ...]:
@@ -173,6 +178,7 @@ class _Frontend:
         async def change_models(change: ModelChange) -> None:
             assert settings.supervisor is not None
             await request_change(settings.supervisor, change, admin.refuses, 2 * settings.drain_timeout_s + _REPLACED_S)
+            self.groups.read_shares()
 
         admin_app = create_admin_app(
             scrape,
@@ -220,8 +226,9 @@ class _Frontend:
         return GrpcPort(self.groups, limits, self.metrics.requests, authorizer, self._ports.grpc, connections, tls)
 
     async def _every_second(self) -> None:
-        """Record the last second for the status page."""
+        """Record the last second for the status page, and read the shares of versions."""
         while True:
+            self.groups.read_shares()
             for group in self.groups:
                 group.feed.tick(group.pool.snapshot())
             await asyncio.sleep(1)
@@ -251,11 +258,12 @@ class _Model:
         return [*(link.run() for link in self.pool.links), self._serve()]
 
     async def _serve(self) -> None:
-        model = await asyncio.shield(self.pool.model)
+        served = await asyncio.shield(self.pool.model)
+        model = replace(served, name=self.group.model)
         limits = request_limits(self._settings)
         limits = replace(limits, max_held_bytes=limits.max_held_bytes // len(self._frontend.models))
         inference = Inference(self.pool, model, limits, self._frontend.large_images)
-        self.group.requests.declare(model.name, model.version, self._frontend.protocols)
+        self.group.requests.declare(self.pool.name, model.version, self._frontend.protocols)
         async with inference.threads:
             self.group.open(inference)
             self.known.set()

@@ -29,6 +29,7 @@ from multiworld_serving.common.service.model_files import (
     served_name,
     with_description,
 )
+from multiworld_serving.common.service.model_versions import model_and_version, versions_of
 from multiworld_serving.common.settings.serve import MODEL_NAME, MODEL_NAME_ALLOWED, OF_MODEL, ServeSettings
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.stages.pipeline import describe, describe_meanwhile
@@ -44,7 +45,9 @@ from multiworld_serving.server.supervisor.programs import (
     memory_file,
     model_values,
     timeouts_s,
+    write_file,
 )
+from multiworld_serving.server.supervisor.shares import Shares, initial_shares
 from multiworld_serving.server.supervisor.supervisor import ProcessSet
 
 logger = logging.getLogger(__name__)
@@ -99,7 +102,8 @@ class Models:
     Args:
         fds: the descriptors of the frontends' listening sockets, by setting.
         stack: closes sockets and files.
-        changes: those of commands since the settings were read: the table of an added model, None for a removed one.
+        changes: those of commands since the settings were read: the table of an added model, the share of one of the settings, None for a
+            removed one.
         requests: the Unix socket at which frontends request changes.
         replaces: the processes of another service use the same sockets, until those of this one are ready.
     Raises:
@@ -107,7 +111,7 @@ class Models:
 
     Attributes:
         turn: held by a change of the models, or by an upgrade. There is one at a time.
-        groups: the leaders and workers of each model.
+        groups: the leaders and workers of each model, or of each version of it.
         frontends: the current frontends, which accept requests.
     """
 
@@ -133,16 +137,22 @@ class Models:
         self._requests = requests
         self._requester: tuple[int, asyncio.StreamWriter] | None = None
         """The frontend that has requested the present change: its process id, and the connection for the reply."""
-        kept = [each for each in settings.groups if served_name(each) not in changes]
-        models = checked([*kept, *(settings.group_of(table) for table in changes.values() if table is not None)])
-        self._given = {name: each.model_copy(update={"join_port": 0}) for name, each in models.items()}
-        """The settings of each model as given, without the join port of the first one."""
+        kept = [(each, changes.get(served_name(each), {})) for each in settings.groups]
+        models = checked(
+            [
+                *(each.model_copy(update=dict(own)) for each, own in kept if own is not None and "source" not in own),
+                *(settings.group_of(table) for table in changes.values() if table and "source" in table),
+            ]
+        )
+        self._shares = Shares(memory_file(stack, "shares", ""), {name: each.share for name, each in models.items()})
+        self._given = {name: _lasting(each) for name, each in models.items()}
+        """The settings of each model as given."""
         if replaces:  # the leaders of the other service use their ports, and no worker is on another machine
             models = self._given
         self._generations: list[Frontends] = []
         workers = sum(each.max_workers for each in models.values())
         for name, each in models.items():
-            prefix = f"{name}-" if len(models) > 1 else ""
+            prefix = _prefix(name) if len(models) > 1 else ""
             own = each.model_copy(update={"weights": available_weights(each)})
             if (pipeline := pipeline_source(each)) is not None:
                 own = with_description(own, describe(pipeline))
@@ -196,7 +206,8 @@ class Models:
                 if reader.at_eof():  # the frontend waits no longer
                     return
                 self._requester = pid, writer
-                if refused := await self._attempt(change.name, self._command(change)):
+                refused = await self._attempt(change.name, self._command(change))
+                if refused or change.action == "share":
                     writer.write(msgspec.json.encode(refused))
 
     async def read_file(self) -> None:
@@ -209,12 +220,13 @@ class Models:
             if not fresh.models:
                 raise UserError(f"{file} has no tables [[models]]")
             common = self._settings.model_copy(update={name: getattr(fresh, name) for name in OF_MODEL})
-            models = checked([common.group_of(table) for table in fresh.models])
+            named = checked([common.group_of(table) for table in fresh.models])
+            shares = initial_shares({name: each.share for name, each in named.items()})
         except _REFUSALS as error:
             logger.error("the models are unchanged: %s", error)  # noqa: TRY400 - the traceback adds nothing
             return
-        self.changes.clear()
-        if models == {name: self._given[name] for name in self.groups}:
+        models = {name: _lasting(each) for name, each in named.items()}
+        if models == {name: self._given[name] for name in self.groups} and shares == self._shares.now:
             logger.info("models unchanged")
         for name in dict.fromkeys((*models, *self.groups)):
             settings = models.get(name)
@@ -222,13 +234,23 @@ class Models:
                 await self._attempt(name, self._set(name, settings, START_TIMEOUT_S))
             elif settings != self._given[name]:
                 logger.warning("the settings of model %s changed in %s; send SIGUSR2 to apply them", name, file)
+        if self.groups.keys() == shares.keys():
+            self._shares.set(shares)
+        self.changes.clear()
 
     async def _command(self, change: ModelChange) -> None:
-        table = None if change.action == "remove" else self._allowed(change)
-        settings = None if table is None else self._settings.group_of(table)
-        await self._set(change.name, settings, change.timeout_s)
-        self.changes.pop(change.name, None)  # their order is that of the models
-        self.changes[change.name] = table
+        if change.action == "share":
+            given = self._shares.parsed(change.name, change.shares)
+            self._shares.set(self._shares.divided(change.name, self.groups, given))
+        else:
+            adds = change.action == "add"
+            name, table = (change.name, self._allowed(change)) if adds else (Shares.key(change.name, self.groups), None)
+            settings = None if table is None else self._settings.group_of(table)
+            await self._set(name, settings, change.timeout_s)
+            self.changes.pop(name, None)  # their order is that of the models
+            self.changes[name] = table
+        for each in versions_of(model_and_version(change.name)[0], self.groups):
+            self.changes[each] = {**(self.changes.get(each) or {}), "share": self._shares.now[each]}
 
     def _allowed(self, change: ModelChange) -> Table:
         """The table of a model that a command adds. Raises UserError or ModelError for files outside --weights-dir."""
@@ -259,19 +281,28 @@ class Models:
             groups = {each: group for each, group in self.groups.items() if each != name}
             if not groups:
                 raise UserError(f"{name!r} is the last model: stop the service instead")
+            shares = self._shares.divided(name, groups, {})
         else:
-            if name in self.groups:
+            if model_and_version(name) in map(model_and_version, self.groups):
                 raise UserError(f"there is a model {name!r} already")
-            self._given[name] = settings
+            given = {} if settings.share is None else {name: settings.share}
+            shares = self._shares.divided(name, [*self.groups, name], given)
+            self._given[name] = _lasting(settings)
             if (pipeline := pipeline_source(settings)) is not None:
                 settings = with_description(settings, await describe_meanwhile(pipeline))
             workers = sum(group.settings.max_workers for group in self.groups.values()) + settings.max_workers
             with contextlib.ExitStack() as stack:
-                group = Group(settings, self._starter, stack, prefix=f"{name}-", workers=workers, is_new=True)
+                group = Group(settings, self._starter, stack, prefix=_prefix(name), workers=workers, is_new=True)
                 group.start(self._tasks, stack.pop_all())
             group.log_external(name)
             groups = {**self.groups, name: group}
-        await self._serve(groups, timeout_s)
+        former = self._shares.now
+        self._shares.set(shares)
+        try:
+            await self._serve(groups, timeout_s)
+        except BaseException:
+            self._shares.set(former)
+            raise
         for each in groups.values():
             each.is_new = False
         logger.info("%s model=%s", "removed" if settings is None else "added", name)
@@ -284,6 +315,7 @@ class Models:
             "wait_until_ready": None if wait_until_ready is None else tuple(wait_until_ready),
             "supervisor_metrics_file": self._restarts_file,
             "failing_file": self._failing_file,
+            "shares_file": self._shares.file,
             "supervisor": self._requests,
             "leader": ",".join(f"{name}={group.leaders}" for name, group in groups.items()),
             "model_settings": model_values({name: group.settings for name, group in groups.items()}),
@@ -328,9 +360,18 @@ class Models:
         found = [(name, role, each) for name, of in self._sets.items() for role, each in of.supervisors.items()]
         restarts = [(name, role, each.restarts) for name, role, each in found]
         failing = [text for _, _, each in found for text in each.failing]
-        with contextlib.suppress(OSError):  # no memory; must not stop any process
-            Path(self._restarts_file).write_text(restart_metrics(restarts), encoding="utf-8")
-            Path(self._failing_file).write_text("\n".join(failing), encoding="utf-8")
+        write_file(self._restarts_file, restart_metrics(restarts))
+        write_file(self._failing_file, "\n".join(failing))
+
+
+def _lasting(settings: ServeSettings) -> ServeSettings:
+    """The settings of a model that need an upgrade to change. The first model of a service has a join port."""
+    return settings.model_copy(update={"join_port": 0, "share": None})
+
+
+def _prefix(name: str) -> str:
+    """First part of the names of a model's processes, which have no @."""
+    return name.replace("@", ".") + "-"
 
 
 def _is_path(text: str) -> bool:
@@ -361,7 +402,7 @@ def by_name(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
         name = served_name(each)
         if len(groups) > 1 and not re.fullmatch(MODEL_NAME, name):
             raise UserError(f"the model {name!r} needs a name of {MODEL_NAME_ALLOWED}; write NAME={each.model_source}")
-        if name in models:
+        if model_and_version(name) in map(model_and_version, models):
             raise UserError(f"two models have the name {name!r}: choose different ones with NAME=SOURCE")
         models[name] = each
     return models

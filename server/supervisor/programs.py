@@ -103,6 +103,12 @@ def memory_file(stack: contextlib.ExitStack, name: str, text: str) -> str:
     return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
+def write_file(path: str, text: str) -> None:
+    """Replace the text of a file in memory. Too little memory for it must not stop a process."""
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
 def _shared(settings: ServeSettings, cls: type[Settings]) -> Values:
     values = {name: getattr(settings, name) for name in cls.model_fields if hasattr(settings, name)}
     if values["token_file"] is not None:

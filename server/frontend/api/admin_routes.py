@@ -102,11 +102,12 @@ class AdminRoutes:
         If the client disconnects, the restart stops after the current worker.
         """
         _check_json(request)
-        chosen = [self.groups.chosen(request)] if "model" in request.query_params else list(self.groups)
+        model = request.query_params.get("model")
+        chosen = list(self.groups) if model is None else self.groups.matching(model)
         return StreamingResponse(_lines(_restarts(chosen)), media_type="application/x-ndjson")
 
     async def change_models(self, request: Request) -> Response:
-        """Have the supervisor add or remove a model. The change continues if the client disconnects."""
+        """Have the supervisor add or remove a model, or divide its requests. The change continues if the client disconnects."""
         _check_json(request)
         try:
             change = msgspec.json.decode(await _read(request), type=ModelChange)
@@ -117,7 +118,7 @@ class AdminRoutes:
         if self.change is None:
             raise InferenceRequestError("this frontend was not started by `multiworld serve`, which starts models")
         await self.change(change)
-        return JSONResponse({}, headers={"Connection": "close"})  # others serve now
+        return JSONResponse({}, headers={} if change.action == "share" else {"Connection": "close"})  # others serve now
 
     async def _index(self, request: Request, body: _RepositoryRequest) -> object:
         return self.groups.index(only_ready=body.ready)
@@ -127,12 +128,12 @@ class AdminRoutes:
 
         The load is cancelled if the client disconnects.
         """
-        group = self.groups.named(request.path_params["model"])
+        group = self.groups.one(request.path_params["model"])
         version = await while_connected(request.receive, group.pool.load_version(body.weights))
         return {"name": group.name, "version": str(version.number), "weights": version.name}
 
     async def _unload(self, request: Request, body: _RepositoryRequest) -> object:
-        await self.groups.named(request.path_params["model"]).pool.unload()
+        await self.groups.one(request.path_params["model"]).pool.unload()
         return {}
 
 

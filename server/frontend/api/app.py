@@ -103,7 +103,7 @@ class Application(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request. Routes of GET also respond to HEAD, and uvicorn sends no body then."""
         if self._groups is not None and (named := self._groups.at_path(scope["path"])) is not None:
-            scope["path"] = f"/predict/{named.name}"
+            scope["path"] = f"/predict/{named.model}"
         protocol, name = (None, None) if self._groups is None else inference_protocol(scope["path"])
         group = None if self._groups is None else self._groups.find(name)
         version, counts = ("", None) if group is None else (group.pool.version.name, group.requests)

@@ -90,6 +90,7 @@ class Inference:
     Attributes:
         threads: parse requests and decode images. They start on demand.
         large_images: the thread for large images.
+        respond: called with the rows of a request, their key, and their prediction. Returns the prediction for the client.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Inference:
         self.signature = Signature(model, max(1, min(limits.max_rows, fitting)), limits.finite_inputs)
         self.threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)
         self.large_images = large_images or large_image_thread(limits)
+        self.respond: Callable[[Tensor, str, Prediction], Prediction] = lambda _, __, prediction: prediction
 
     def open(
         self, record: RequestRecord, receive: Receive | None = None, timeout_s: float | None = None
@@ -132,14 +134,15 @@ class Inference:
         rows, asked.rows = await self._decoded(opened, asked.rows), ()
         opened.release()
         record.input_s, opened.predicts = time.monotonic() - record.received_s, True
-        prediction = await self.gate.pipeline.predict(
+        found = await self.gate.pipeline.predict(
             rows, key=asked.key, deadline_s=opened.deadline_s, request_id=record.request_id
         )
+        record.version, record.prediction, record.predicted_s = found.version, found, time.monotonic()
+        prediction = self.respond(rows, asked.key, found)
         if asked.version not in (None, prediction.version_number):
             raise UnknownModelError(
                 f"version {asked.version} was replaced by {prediction.version_number} while the request was in flight"
             )
-        record.version, record.prediction, record.predicted_s = prediction.version, prediction, time.monotonic()
         return prediction
 
     async def _decoded(self, opened: OpenRequest, rows: Tensor | Sequence[bytes]) -> Tensor:

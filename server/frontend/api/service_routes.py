@@ -133,7 +133,7 @@ def openapi_document(groups: ModelGroups, *, needs_key: bool) -> dict[str, Any]:
     paths, components = document["paths"], document["components"]
     images, of_pipeline = paths.pop("/predict"), paths.pop("/predict of a pipeline")
     able = [group for group, _ in described if group.serves_predict]
-    named = {f"_{group.name}": group for group in able if len(able) > 1}
+    named = {f"_{group.model}": group for group in able if len(able) > 1}
     for suffix, group in ({"": groups.of_predict} | named).items():
         if group in able:
             pipeline = group.described().signature.model.pipeline
@@ -146,7 +146,7 @@ def openapi_document(groups: ModelGroups, *, needs_key: bool) -> dict[str, Any]:
                 paths[group.path] = {"post": operation | {"operationId": f"pipeline_{group.name}"}}
     parameters = components["parameters"]
     parameters["model"]["schema"]["enum"] = groups.names
-    parameters["version"]["schema"]["enum"] = sorted({str(group.pool.version.number) for group, _ in described})
+    parameters["version"]["schema"]["enum"] = sorted({str(group.version.number) for group, _ in described})
     labels = max((len(model.labels) for model in models), default=0)
     parameters["top_k"]["schema"] |= {"maximum": labels, "default": min(RequestLimits.top_k, labels)}
     inputs = components["requestBodies"]["infer"]["content"]["application/json"]["schema"]["properties"]["inputs"]

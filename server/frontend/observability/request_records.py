@@ -9,13 +9,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from starlette.types import Scope
 
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.service.errors import STATUS_OF_REASON
+from multiworld_serving.common.service.model_versions import Share
 from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.server.frontend.observability.tracing import RequestTraces
 
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 InferenceProtocol = Literal["predict", "v2", "grpc"]
 """The inference API of a request."""
+
+ShadowOutcome = Literal["equal", "different", "failed", "incompatible", "dropped"]
+"""Of a copy of a request: the results are equal or differ, or there are none, because the shadow failed, takes other inputs, or is busy."""
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected. Never sent; a label of the metrics."""
@@ -110,7 +114,7 @@ class RequestRecorder:
 
     Attributes:
         traces: None = no tracing.
-        ended, images, duration: the metrics, which all models share.
+        ended, images, duration, copies, share: the metrics, which all models share.
         log_all: log all requests; False logs failed inference requests only, at most `MAX_ERRORS_PER_S`.
     """
 
@@ -126,6 +130,12 @@ class RequestRecorder:
             "Time from the first byte of the request to the last byte of the response, by outcome.",
             _REQUEST_S,
             ("model", "protocol", "code"),
+        )
+        self.copies = metrics.counter(
+            "shadow_requests", "Copies of requests for a version that is a shadow.", ("model", "outcome")
+        )
+        self.share = metrics.gauge(
+            "model_share_percent", "Share of this version in the requests of its model; 0 for a shadow.", ("model",)
         )
         self._unknown = ModelRequests("", self)
         self._in_flight = metrics.gauge("requests_in_flight", "Inference requests in flight.")
@@ -244,6 +254,21 @@ class ModelRequests:
             times.total_s += duration_s
             if code == 200 and record.prediction is not None:
                 self._add_prediction(record, record.prediction)
+
+    def set_share(self, share: Share) -> None:
+        """Note the share of this version. The outcomes of a shadow get series with value 0."""
+        if not isinstance(share, str):
+            self._families.share.labels(self.model).set(share)
+            return
+        self._families.share.labels(self.model).set(0)
+        for outcome in get_args(ShadowOutcome):
+            self._families.copies.labels(self.model, outcome)
+
+    def count_copy(self, outcome: ShadowOutcome, ended: tuple[int, float] | None = None) -> None:
+        """Count a copy of a request, and show its status and its duration in seconds on the status page."""
+        self._families.copies.labels(self.model, outcome).inc()
+        if ended is not None:
+            self._recent.append(ended)
 
     def _add_prediction(self, record: RequestRecord, prediction: Prediction) -> None:
         images = len(prediction.output)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multiworld_serving.common.service.errors import DrainingError, NotReadyError, RequestRejected, UnknownModelError
+from multiworld_serving.common.service.model_versions import model_and_version
 from multiworld_serving.common.service.predictor import ModelVersion, ServedModel
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
 from multiworld_serving.models.bundle.manifest import TensorSpec
@@ -36,7 +37,8 @@ class Signature:
             version: as the client wrote it; None = any.
             now: the version that serves.
         """
-        if model != self.model.name:
+        name, number = model_and_version(model)
+        if name != self.model.name or (name != model and number != now.number):
             raise UnknownModelError(f"Request for unknown model: {model[:64]!r}; the only model is {self.model.name!r}")
         if version is not None and version != str(now.number):
             raise UnknownModelError(

@@ -23,6 +23,7 @@ from multiworld_serving.server.frontend.api.oip.infer_response import HEADER_LEN
 from multiworld_serving.server.frontend.api.oip.metadata import Signature, readiness_error
 from multiworld_serving.server.frontend.http.route import Endpoint, route
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 _EXTENSIONS = ["binary_tensor_data", "classification", "model_configuration", "statistics"]
 
@@ -36,10 +37,10 @@ class V2Routes:
     def routes(self) -> list[Route]:
         """The routes."""
         of_model: dict[str, Callable[[ModelGroup], object]] = {
-            "": lambda group: group.described().signature.metadata(group.pool.version),
-            "/config": lambda group: group.described().signature.config(group.pool.version),
+            "": self.groups.metadata,
+            "/config": lambda group: group.described().signature.config(group.version),
             "/stats": lambda group: {"model_stats": [group.statistics()]},
-            "/ready": lambda group: {"name": group.name} | _ready(group.pool),
+            "/ready": lambda group: {"name": group.model} | _ready(group.pool),
         }
         models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         return [
@@ -68,7 +69,8 @@ class V2Routes:
 
     async def _infer(self, request: Request) -> Response:
         """Compute one or more samples. If one of them is rejected, the whole request is."""
-        inference = self.groups.named(**request.path_params).described()
+        group = self.groups.choose(RequestRecord.of(request.scope), request.scope, **request.path_params)
+        inference = group.described()
         headers, version = request.headers, request.path_params.get("version")
         encoding = content_encoding(headers.get("content-encoding"))
         json_bytes = _json_bytes(headers.get(HEADER_LENGTH))

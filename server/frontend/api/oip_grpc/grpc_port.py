@@ -40,7 +40,7 @@ from multiworld_serving.server.frontend.api.oip_grpc.infer_messages import (
     SERVICE,
     decode,
     infer_message,
-    model_name,
+    named_model,
     parse_infer_message,
 )
 from multiworld_serving.server.frontend.auth.authorizer import Authorizer, http_port_permission
@@ -89,8 +89,8 @@ STATUS_CODES = {
 }
 """The gRPC status of each HTTP status. The only place that maps them."""
 
-Answer = Callable[[Any, RequestRecord, float], Awaitable[tuple[bytes, Mapping[str, str]]]]
-"""Answers a call that is authorized: its context, its record, and its timeout in seconds. Returns message and trailers.
+Answer = Callable[[Any, Scope, RequestRecord, float], Awaitable[tuple[bytes, Mapping[str, str]]]]
+"""Answers a call that is authorized: its context, its scope, its record, and its timeout in seconds. Returns message and trailers.
 
 Raises RequestRejected.
 """
@@ -177,7 +177,10 @@ class GrpcPort:
             "ModelMetadata": (model, self._model_metadata),
             "ModelConfig": (f"{model}/config", self._model_config),
             "ModelStatistics": (f"{model}/stats", self._model_statistics),
-            "RepositoryIndex": ("/v2/repository/index", lambda asked: {"models": index(only_ready=asked.ready)}),
+            "RepositoryIndex": (
+                "/v2/repository/index",
+                lambda asked: {"models": index(only_ready=asked.ready, shares=False)},
+            ),
         }
         found = {name: self._handler(name, path, self._plain(name, respond)) for name, (path, respond) in plain.items()}
         found["ModelInfer"] = self._handler("ModelInfer", f"{model}/infer", self._infer, "grpc")
@@ -197,13 +200,13 @@ class GrpcPort:
         async def run(_: object, context: Any) -> bytes:
             scope = _scope(path, context)
             record = self._requests.begin(scope, "", protocol)
-            if self._groups.only is not None:
-                _set_group(record, self._groups.only)
+            if (only := self._groups.only) is not None:
+                record.counts, record.version = only.requests, only.pool.version.name
             left_s, limit_s = context.time_remaining(), self._limits.timeout_s
             timeout_s = limit_s if left_s is None else min(limit_s, left_s)
             try:
                 record.key_name, record.key_models = self._authorizer.check(permission, scope)
-                message, trailers = await answer(context, record, timeout_s)
+                message, trailers = await answer(context, scope, record, timeout_s)
                 record.status = 200
             except RequestRejected as rejection:
                 record.status, record.reason = rejection.status, rejection.reason
@@ -249,11 +252,12 @@ class GrpcPort:
         received: bytes = message
         return received
 
-    async def _infer(self, context: Any, record: RequestRecord, timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
+    async def _infer(
+        self, context: Any, scope: Scope, record: RequestRecord, timeout_s: float
+    ) -> tuple[bytes, Mapping[str, str]]:
         received = await self._receive(context, timeout_s, self._infer_places)
-        group = self._groups.only or self._groups.named(model_name(received))
-        _set_group(record, group)
-        inference, version = group.described(), group.pool.version
+        group = self._groups.only or self._groups.choose(record, scope, *named_model(received))
+        inference, version = group.described(), group.version
         async with inference.open(record, timeout_s=timeout_s) as opened:
             opened.hold(len(received))
             await opened.admit()
@@ -268,7 +272,9 @@ class GrpcPort:
         method = METHODS[name]
         has_fields = bool(method.request.DESCRIPTOR.fields)
 
-        async def answer(context: Any, record: RequestRecord, timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
+        async def answer(
+            context: Any, _: Scope, record: RequestRecord, timeout_s: float
+        ) -> tuple[bytes, Mapping[str, str]]:
             timeout_s = min(timeout_s, _SMALL_S)
             received = await self._receive(context, timeout_s, self._places) if has_fields else b""
             request = decode(method.request, received)
@@ -277,13 +283,12 @@ class GrpcPort:
         return answer
 
     def _model_metadata(self, request: Any) -> Mapping[str, Any]:
-        group = self._group(request)
-        metadata = group.described().signature.metadata(group.pool.version)
+        metadata = self._groups.metadata(self._group(request))
         return {name: metadata[name] for name in ("name", "versions", "platform", "inputs", "outputs")}
 
     def _model_config(self, request: Any) -> Mapping[str, Any]:
         group = self._group(request)
-        return {"config": group.described().signature.config(group.pool.version)}
+        return {"config": group.described().signature.config(group.version)}
 
     def _model_statistics(self, request: Any) -> Mapping[str, Any]:
         groups = [self._group(request)] if request.name else self._groups
@@ -314,10 +319,6 @@ class _ReceivePlaces:
                 yield
             finally:
                 self._receiving.pop(limit, None)
-
-
-def _set_group(record: RequestRecord, group: ModelGroup) -> None:
-    record.counts, record.version = group.requests, group.pool.version.name
 
 
 def _options(requests: RequestLimits, max_connections: int) -> list[tuple[str, int]]:

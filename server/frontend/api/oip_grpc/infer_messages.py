@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -79,15 +80,15 @@ def decode(message_class: Any, body: bytes) -> Any:
         raise InferenceRequestError(f"the message is not a {message_class.DESCRIPTOR.name} ({error})") from error
 
 
-def model_name(body: bytes) -> str:
-    """The model that a ModelInferRequest names. Every library writes this field first; "" if another one is first."""
-    if not body.startswith(b"\x0a"):
-        return ""
-    try:
-        size, at = _varint(memoryview(body), 1)
-    except IndexError:
-        return ""
-    return body[at : at + size].decode(errors="replace")
+def named_model(body: bytes) -> tuple[str, str | None]:
+    """The model and the version that a ModelInferRequest names. Every library writes these fields first; otherwise "" and None."""
+    found, at = ["", ""], 0
+    with contextlib.suppress(IndexError):
+        for field, tag in enumerate(b"\x0a\x12"):
+            if body[at] == tag:
+                size, start = _varint(memoryview(body), at + 1)
+                found[field], at = body[start : start + size].decode(errors="replace"), start + size
+    return found[0], found[1] or None
 
 
 def parse_infer_message(body: bytes, signature: Signature, now: ModelVersion) -> InferRequest:
