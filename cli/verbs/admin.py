@@ -181,6 +181,9 @@ def models(options: ModelsOptions) -> int:
 
     Exit status: 0 done, 1 refused, and the models are as before, 2 invalid usage.
     """
+    if bool(options.shares) != (options.action == "share") or not all("=" in each for each in options.shares):
+        given = " ".join(filter(None, (options.model, *options.shares)))
+        raise UserError(f"models {options.action} {given}: share takes NAME VERSION=PERCENT, and no other action does")
     with open_clients(options) as clients:
         if options.action != "list":
             _change(options, clients)
@@ -227,9 +230,6 @@ def _change(options: ModelsOptions, clients: Clients) -> None:
     if not name or bool(source) != (options.action == "add") or bool(equals) != bool(source):
         expected = "NAME=SOURCE, such as detector=detector.bundle" if options.action == "add" else "the NAME of a model"
         raise UserError(f"models {options.action} {options.model or ''}: expected {expected}")
-    if bool(options.shares) != (options.action == "share") or not all("=" in each for each in options.shares):
-        expected = "VERSION=PERCENT, such as 2=50" if options.action == "share" else "one argument"
-        raise UserError(f"models {options.action} {name} {' '.join(options.shares)}: expected {expected}")
     settings, shares = assignments(options.sets), assignments(options.shares)
     if options.shadow or options.share is not None:
         settings["share"] = "shadow" if options.shadow else str(options.share)

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from multiworld_serving.server.supervisor.programs import (
     write_file,
 )
 from multiworld_serving.server.supervisor.shares import Shares, initial_shares
-from multiworld_serving.server.supervisor.supervisor import ProcessSet
+from multiworld_serving.server.supervisor.supervisor import ProcessSet, restart_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -376,16 +376,6 @@ def _prefix(name: str) -> str:
 
 def _is_path(text: str) -> bool:
     return "/" in text or Path(text).suffix != ""
-
-
-def restart_metrics(restarts: Iterable[tuple[str, str, Mapping[int, int]]]) -> str:
-    """The restarts of each model, role and slot in Prometheus' text format, which `merge_metrics` orders. Frontends have the model ""."""
-    text = ""
-    for model, role, of_slots in restarts:
-        name, label = f"multiworld_{role}_restarts_total", f'model="{model}",' if model else ""
-        text += f"# HELP {name} Restarts of {role}s by the supervisor.\n# TYPE {name} counter\n"
-        text += "".join(f'{name}{{{label}slot="{slot}"}} {count}\n' for slot, count in of_slots.items())
-    return text
 
 
 def checked(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:

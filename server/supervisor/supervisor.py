@@ -6,7 +6,7 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Self
@@ -289,3 +289,13 @@ class ProcessSet:
                 for each in (*self.supervisors.values(), *self.others()):
                     await running.enter_async_context(each)
                 await self._stopping.wait()
+
+
+def restart_metrics(restarts: Iterable[tuple[str, str, Mapping[int, int]]]) -> str:
+    """The restarts of each model, role and slot in Prometheus' text format, which `merge_metrics` orders. Frontends have the model ""."""
+    text = ""
+    for model, role, of_slots in restarts:
+        name, label = f"multiworld_{role}_restarts_total", f'model="{model}",' if model else ""
+        text += f"# HELP {name} Restarts of {role}s by the supervisor.\n# TYPE {name} counter\n"
+        text += "".join(f'{name}{{{label}slot="{slot}"}} {count}\n' for slot, count in of_slots.items())
+    return text

@@ -93,7 +93,6 @@ class ModelGroup:
             prediction, model=self.model, version=str(self.number), version_number=self.number
         )
 
-
     def open(self, inference: Inference) -> None:
         """Serve the model, which is known now."""
         self.inference, model = inference, inference.signature.model

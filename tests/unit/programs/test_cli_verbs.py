@@ -153,7 +153,10 @@ def test_frontend_joins_every_leader_that_it_is_given(program: Mock, monkeypatch
         ("predict", "required: FILE…"),
         ("predict --url nowhere cat.jpg", "--url nowhere: expected a URL"),
         ("status --timeout-s 0", "--timeout-s 0: must be a number above 0"),
-        ("models list --json a b", "unknown argument b"),
+        ("models list --json a b", "models list a b: share takes NAME VERSION=PERCENT"),
+        ("models share a", "models share a: share takes NAME VERSION=PERCENT"),
+        ("models share a 2", "models share a 2: share takes NAME VERSION=PERCENT"),
+        ("models add a=resnet18 --share 101", "--share"),
         ("bench --duration 1_year", "--duration 1_year: must be a number with a unit"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.metrics import merge_metrics
-from multiworld_serving.server.supervisor.models import restart_metrics
+from multiworld_serving.server.supervisor.supervisor import restart_metrics
 from tests import dashboard_queries as written
 from tests.dashboard_queries import Query, dashboard_queries, recorded_names, rules_text, selectors
 from tests.unit.server.test_leader_metrics import busy_frontend, busy_leader

@@ -123,11 +123,10 @@ def group_of(
     metrics: FrontendMetrics,
     inference: Inference | None = None,
     protocols: Sequence[InferenceProtocol] = ("predict", "v2"),
-    name: str = MODEL.name,
+    name: str = "",
 ) -> ModelGroup:
     """The group of a model; without inference, its leaders have not described it yet."""
-    if inference is not None:
-        name = inference.signature.model.name
+    name = name or (MODEL.name if inference is None else inference.signature.model.name)
     requests = metrics.requests.of_model(name)
     predictor.name = name
     group = ModelGroup(predictor, requests, EventFeed(requests))
