@@ -47,7 +47,7 @@ class Service:
         self.cpu_ms: list[dict[str, float]] = []
         """CPU milliseconds per request of each turn, by kind of process."""
         package = "multiworld_serving." if (checkout / "multiworld_serving").exists() else ""
-        ports = {"--http-port": 9000, "--join-port": 9001, "--metrics-port": 9002}
+        ports = {"--http-port": 9000, "--join-port": 9001, "--admin-port": 9002}
         offset = 10 * (ord(name) - ord("A"))
         given = [text for option, port in ports.items() for text in (option, str(port + offset))]
         self.url = f"http://127.0.0.1:{ports['--http-port'] + offset}"

@@ -136,7 +136,7 @@ class LocalService(RunningService):
         **settings: object,
     ) -> None:
         super().__init__("", credentials=credentials)
-        defaults = {"http_port": 0, "join_port": 0, "metrics_port": 0, "log_format": "json"}
+        defaults = {"http_port": 0, "join_port": 0, "admin_port": 0, "log_format": "json"}
         chosen = defaults | settings
         self._arguments = [part for name, value in chosen.items() for part in _option(name, value)]
         self._start_timeout_s = start_timeout_s

@@ -65,7 +65,7 @@ def external_frontend(
 ) -> Iterator[tuple[str, ForkedProcess]]:
     """A frontend with a port of its own: its URL and its process."""
     log = folder / f"{name}.log"
-    options = ["--leader", service.join_address, "--name", name, "--http-port", "0", "--metrics-port", "0"]
+    options = ["--leader", service.join_address, "--name", name, "--http-port", "0", "--admin-port", "0"]
     options += [part for setting, value in settings.items() for part in (option(setting), str(value))]
     with log.open("wb") as stderr:
         process = fork_program(

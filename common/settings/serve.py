@@ -38,22 +38,19 @@ JOIN_PORT_STEP = 100
 """Distance between the join ports of the leaders that one `multiworld serve` starts."""
 
 
-_ADMIN_PORT: Any = setting(8002, "Network", ge=0, le=65535)
-
-
 class HttpSettings(ServiceSettings):
     """Settings of the HTTP API and of the admin port."""
 
     host: str = setting("127.0.0.1", "Network")
-    """Address of the HTTP API, and of the admin port unless --metrics-host is set; 0.0.0.0 = all interfaces."""
-    http_port: int = setting(8000, "Network", ge=0, le=65535)
+    """Address of the HTTP API, and of the admin port unless --admin-host is set; 0.0.0.0 = all interfaces."""
+    http_port: int = setting(8000, "Network", names=("--http-port", "--port"), ge=0, le=65535)
     """Port of the HTTP API; 0 selects a free one."""
     grpc_port: int | None = setting(None, "Network", ge=0, le=65535)
     """Port of the Open Inference Protocol over gRPC, at the address of the HTTP API; 0 selects a free one; none disables it. Needs the
     extra grpc."""
-    metrics_port: int = _ADMIN_PORT
+    admin_port: int = setting(8002, "Network", ge=0, le=65535)
     """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
-    metrics_host: str | None = setting(None, "Network")
+    admin_host: str | None = setting(None, "Network")
     """Address of the admin port; none uses --host."""
     share_by: str | None = setting(None, "Network", pattern=r"^[A-Za-z0-9_-]{1,64}$", allowed="the name of a header")
     """Header that divides the requests of a model among its versions: requests with one value go to one version; none divides them
@@ -69,7 +66,7 @@ class HttpSettings(ServiceSettings):
     """Private key (PEM) of the certificate; none reads it from --tls-cert-file."""
     tls_client_ca_file: Path | None = setting(None, "Access")
     """CA certificates (PEM); every client of the HTTP API must present a certificate signed by one of them."""
-    metrics_client_ca_file: Path | None = setting(None, "Access")
+    admin_client_ca_file: Path | None = setting(None, "Access")
     """CA certificates (PEM); every client of the admin port must present a certificate signed by one of them."""
     timeout_s: float = setting(30.0, "Limits", gt=0, le=3600)
     """Timeout of a request; the client's header may shorten it."""
@@ -94,7 +91,7 @@ class HttpSettings(ServiceSettings):
 
     http_fd: int | None = setting(None, INTERNAL)
     """Descriptor of a listening socket for the HTTP API."""
-    metrics_fd: int | None = setting(None, INTERNAL)
+    admin_fd: int | None = setting(None, INTERNAL)
     """Descriptor of a listening socket for the admin port."""
     grpc_fd: int | None = setting(None, INTERNAL)
     """Descriptor of a socket that is bound to the gRPC port and does not listen."""
@@ -110,9 +107,9 @@ class HttpSettings(ServiceSettings):
     """Accept no connection before these models are ready and the others are known: until then other frontends accept them."""
 
     @property
-    def admin_host(self) -> str:
+    def admin_address(self) -> str:
         """Address of the admin port."""
-        return self.host if self.metrics_host is None else self.metrics_host
+        return self.host if self.admin_host is None else self.admin_host
 
     @model_validator(mode="after")
     def _grpc_is_installed(self) -> Self:
@@ -122,7 +119,7 @@ class HttpSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:
-        for name in ("tls_key_file", "tls_client_ca_file", "metrics_client_ca_file"):
+        for name in ("tls_key_file", "tls_client_ca_file", "admin_client_ca_file"):
             if getattr(self, name) is not None and self.tls_cert_file is None:
                 raise ValueError(f"{name} requires tls_cert_file, the certificate of the service")
         return self
@@ -187,8 +184,9 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
 
     section: ClassVar[str] = "serve"
 
-    metrics_port: int = _ADMIN_PORT
-    """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
+    metrics_host: str | None = setting(None, INTERNAL)
+    metrics_port: int | None = setting(None, INTERNAL)
+    """The admin port serves the metrics of the leaders."""
     name: str = setting("", INTERNAL)
     """Leaders, frontends and workers have names of their own."""
     models: tuple[dict[str, Any], ...] = setting((), INTERNAL, allowed="tables [[models]]")
@@ -299,7 +297,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:
-        ports = {name: getattr(self, name) for name in ("http_port", "join_port", "metrics_port")}
+        ports = {name: getattr(self, name) for name in ("http_port", "join_port", "admin_port")}
         if self.grpc_port is not None:
             ports["grpc_port"] = self.grpc_port
         if self.join_port:

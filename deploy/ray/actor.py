@@ -158,7 +158,7 @@ class ProcessActor:
         if self._spec.role == "worker":
             return {**values, "bind_host": self._node_address, "advertise_host": self._host}
         models = {model: {**own, "leaders_file": files[model]} for model, own in self._spec.models.items()}
-        return {**values, "model_settings": models, "host": hosts["http_fd"], "metrics_host": hosts["metrics_fd"]}
+        return {**values, "model_settings": models, "host": hosts["http_fd"], "admin_host": hosts["admin_fd"]}
 
     def _address(self, name: str) -> str:
         """Where this socket listens."""

@@ -167,7 +167,7 @@ def _specs(settings: ServeSettings, models: Mapping[str, ServeSettings]) -> dict
     for index in range(settings.frontends):
         sockets = {
             "http_fd": (settings.host, settings.http_port),
-            "metrics_fd": (settings.admin_host, settings.metrics_port),
+            "admin_fd": (settings.admin_address, settings.admin_port),
         }
         if settings.grpc_port is not None:
             sockets["grpc_fd"] = (settings.host, settings.grpc_port)
@@ -222,7 +222,7 @@ def _log_addresses(settings: ServeSettings, states: Mapping[str, ProcessState]) 
         found: Iterable[str] = (state.addresses[name] for state in states.values() if name in state.addresses)
         return ",".join(f"{prefix}{address}" for address in found)
 
-    http, metrics = listed("http_fd", f"{scheme}://"), listed("metrics_fd", f"{scheme}://")
+    http, metrics = listed("http_fd", f"{scheme}://"), listed("admin_fd", f"{scheme}://")
     grpc = "" if settings.grpc_port is None else f" grpc={listed('grpc_fd')}"
     logger.info("listening http=%s metrics=%s join=%s%s", http, metrics, listed("join_fd"), grpc)
     hosts = {state.host for state in states.values()}

@@ -95,7 +95,7 @@ class _Ports(NamedTuple):
         """`stack` closes them."""
         http = stack.enter_context(_listener(settings.http_fd, settings.host, settings.http_port, "http_port"))
         admin = stack.enter_context(
-            _listener(settings.metrics_fd, settings.admin_host, settings.metrics_port, "metrics_port")
+            _listener(settings.admin_fd, settings.admin_address, settings.admin_port, "admin_port")
         )
         if settings.grpc_port is None:
             return cls(http, admin, None)

@@ -58,8 +58,6 @@ def leader_values(settings: ServeSettings, index: int) -> Values:
         **_shared(settings, LeaderSettings),
         "name": f"leader-{index}",
         "report_capacity": settings.autoscale is not None,
-        "metrics_port": None,
-        "metrics_host": None,
     }
 
 

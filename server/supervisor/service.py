@@ -80,7 +80,7 @@ class Service:
         stack.enter_context(self._requests)
         self._sockets = {
             "http_fd": upgrade.listen("http_port", settings.host, settings.http_port),
-            "metrics_fd": upgrade.listen("metrics_port", settings.admin_host, settings.metrics_port),
+            "admin_fd": upgrade.listen("admin_port", settings.admin_address, settings.admin_port),
         }
         if settings.grpc_port is not None:
             self._sockets["grpc_fd"] = upgrade.listen("grpc_port", settings.host, settings.grpc_port, reserve=True)
@@ -141,7 +141,7 @@ class Service:
             await stop_listening(self._sockets["http_fd"])
         await self.models.stop_frontends()  # the admin port serves until then
         if is_sole:
-            await stop_listening(self._sockets["metrics_fd"])
+            await stop_listening(self._sockets["admin_fd"])
         await self.models.stop()
 
     def _begin_stop(self) -> None:
@@ -204,12 +204,12 @@ class Service:
     def _log_addresses(self) -> None:
         settings = self._settings
         scheme = "http" if settings.tls_cert_file is None else "https"
-        host, admin_host = local_host_of(settings.host), local_host_of(settings.admin_host)
+        host, admin_host = local_host_of(settings.host), local_host_of(settings.admin_address)
         ports = {name: sock.getsockname()[1] for name, sock in self._sockets.items()}
         joins = [sock for group in self.models.groups.values() for sock in group.joins]
         logger.info(
             "listening http=%s://%s:%d metrics=%s://%s:%d/metrics join=%s%s",
-            *(scheme, host, ports["http_fd"], scheme, admin_host, ports["metrics_fd"]),
+            *(scheme, host, ports["http_fd"], scheme, admin_host, ports["admin_fd"]),
             ",".join(f"{settings.join_host}:{sock.getsockname()[1]}" for sock in joins),
             f" grpc={host}:{ports['grpc_fd']}" if "grpc_fd" in ports else "",
         )

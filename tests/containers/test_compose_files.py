@@ -25,6 +25,8 @@ FIXED = {
     "http_port",
     "join_host",
     "join_port",
+    "admin_host",
+    "admin_port",
     "metrics_host",
     "metrics_port",
     "token",

@@ -72,7 +72,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         api_keys_file=folder / "api.keys",
         admin_keys_file=folder / "admin.keys",
         tls_cert_file=folder / "server.pem",
-        metrics_client_ca_file=authority.file,
+        admin_client_ca_file=authority.file,
     ) as service:
         yield Guarded(service, authority, folder)
         assert service.stop() == 0

@@ -62,7 +62,7 @@ def alertmanager(folder: Path, webhook_url: str) -> Iterator[str]:
 def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(token_file: Path, tmp_path: Path) -> None:
     prometheus_folder = tmp_path / "prometheus"
     prometheus_folder.mkdir()
-    metrics_port = free_port()
+    admin_port = free_port()
 
     def wait_for(*notification: str) -> None:
         wait_until(lambda: notification in received)
@@ -71,13 +71,13 @@ def test_alerts_reach_the_webhook_and_are_resolved_when_the_fault_is_healed(toke
         webhook() as (received, url),
         alertmanager(tmp_path / "alertmanager", url) as address,
         running_prometheus(
-            prometheus_folder, f"http://127.0.0.1:{metrics_port}/metrics", alertmanager=address, alert_for="0s"
+            prometheus_folder, f"http://127.0.0.1:{admin_port}/metrics", alertmanager=address, alert_for="0s"
         ) as prometheus,
     ):
         wait_for("/page", "LeaderDown", "firing")
         # No supervisor replaces a worker that is frozen.
         with (
-            service_for_workers(token_file, replicas=2, metrics_port=metrics_port, heartbeat_timeout_s=3) as service,
+            service_for_workers(token_file, replicas=2, admin_port=admin_port, heartbeat_timeout_s=3) as service,
             external_worker(service.join_address, name="first") as first,
             external_worker(service.join_address, name="second") as second,
         ):

@@ -13,7 +13,7 @@ from tests.bundles import classifier_bundle
 from tests.refusals import refusal
 
 RESNET = ["--model", "resnet18", "--weights", "random:0", "--image-size", "32"]
-FREE_PORTS = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"]
+FREE_PORTS = ["--http-port", "0", "--join-port", "0", "--admin-port", "0"]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_serve_ends_with_the_reason_when_a_process_refuses_its_settings(
     assert says in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("option", ["--http-port", "--join-port", "--metrics-port"])
+@pytest.mark.parametrize("option", ["--http-port", "--join-port", "--admin-port"])
 def test_serve_is_refused_when_a_port_is_busy(capfd: pytest.CaptureFixture[str], option: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

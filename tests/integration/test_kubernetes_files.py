@@ -149,7 +149,7 @@ def test_settings_and_ports_match_the_programs() -> None:
     leader, frontend, worker = settings()
     expected = {
         "multiworld-leader": {"join": leader.join_port, "metrics": leader.metrics_port},
-        "multiworld-frontend": {"http": frontend.http_port, "metrics": frontend.metrics_port},
+        "multiworld-frontend": {"http": frontend.http_port, "metrics": frontend.admin_port},
         "multiworld-worker": {"metrics": worker.metrics_port},
     }
     for name, wanted in expected.items():

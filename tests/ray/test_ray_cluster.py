@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 
 SERVE = (
     *("serve", "--launcher", "ray", "--model", "resnet18", "--weights", "random:0", "--image-size", "32"),
-    *("--http-port", "0", "--join-port", "0", "--metrics-port", "0", "--heartbeat-timeout-s", "10"),
+    *("--http-port", "0", "--join-port", "0", "--admin-port", "0", "--heartbeat-timeout-s", "10"),
 )
 JPEG = {"Content-Type": "image/jpeg"}
 PHOTO = Path(__file__).parents[2] / "examples/images/clock.jpg"

@@ -40,7 +40,7 @@ def read_credentials(settings: HttpSettings) -> Credentials:
     return Credentials(
         ApiKeys(inference, admin),
         server_context(settings, settings.tls_client_ca_file),
-        server_context(settings, settings.metrics_client_ca_file),
+        server_context(settings, settings.admin_client_ca_file),
         read_tls_files(settings),
     )
 

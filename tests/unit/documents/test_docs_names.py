@@ -160,6 +160,6 @@ def test_response_headers_of_the_openapi_document_are_described() -> None:
 
 def test_ports_in_the_picture_are_the_defaults() -> None:
     picture = (ROOT / "docs" / "img" / "ports.svg").read_text(encoding="utf-8")
-    defaults = [ServeSettings.model_fields[name].default for name in ("http_port", "metrics_port", "join_port")]
+    defaults = [ServeSettings.model_fields[name].default for name in ("http_port", "admin_port", "join_port")]
     assert set(re.findall(r">(\d+)<", picture)) == set(map(str, defaults))
     assert set(OPTION.findall(picture)) <= options()

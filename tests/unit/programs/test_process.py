@@ -74,7 +74,7 @@ async def test_ready_is_sent_when_the_queue_of_the_supervisor_is_full(
     ids=["worker", "serve"],
 )
 def test_program_notifies_systemd_when_it_is_ready(program: list[str], tmp_path: Path) -> None:
-    ports = ["--http-port", "0", "--join-port", "0", "--metrics-port", "0"] if program[0] == "serve" else []
+    ports = ["--http-port", "0", "--join-port", "0", "--admin-port", "0"] if program[0] == "serve" else []
     told: dict[str, Any] = {
         "NOTIFY_SOCKET": str(tmp_path / "notify"),
         "WATCHDOG_USEC": "200000",

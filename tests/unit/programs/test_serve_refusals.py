@@ -18,7 +18,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
         main(arguments)
 for arguments in json.load(sys.stdin):
     with contextlib.redirect_stderr(io.StringIO()) as printed:
-        status = main(["serve", *arguments, "--http-port", "0", "--join-port", "0", "--metrics-port", "0"])
+        status = main(["serve", *arguments, "--http-port", "0", "--join-port", "0", "--admin-port", "0"])
     print(json.dumps([status, "torch" in sys.modules, printed.getvalue()]))
 """
 REFUSED = {

@@ -20,7 +20,7 @@ from multiworld_serving.common.settings.serve import FrontendSettings, ServeSett
 from multiworld_serving.server.supervisor.models import by_name
 from multiworld_serving.server.supervisor.programs import frontend_values, leader_values, memory_file
 
-PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "metrics_port": 0}
+PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "admin_port": 0}
 
 
 LOCAL = {"local_token": SecretStr("of-the-service")}
@@ -40,8 +40,6 @@ def test_program_has_the_settings_of_the_service(cls: type[Settings]) -> None:
     changes = {"leader": "127.0.0.1:1"} if cls is FrontendSettings else {}
     found = passed_on(given, cls, **changes)
     own = {"local_token", "name", *changes}
-    if cls is LeaderSettings:
-        own |= {"metrics_host", "metrics_port"}
     for name in cls.model_fields.keys() & ServeSettings.model_fields.keys() - own:
         assert getattr(found, name) == getattr(given, name), name
     assert found.secret == b"of-the-service"

@@ -134,7 +134,7 @@ def test_contradicting_settings_are_refused() -> None:
     assert rejection(http_port="8101", leaders="2").startswith("http_port and join_port of leader 1 are both 8101")
     assert "of leader 1 would be 65600; choose a lower" in rejection(join_port="65500", leaders="2")
     assert load(ServeSettings, {"join_port": "0", "leaders": "16"}).join_port_of(15) == 0
-    assert serve(http_port="0", join_port="0", metrics_port="0").http_port == 0
+    assert serve(http_port="0", join_port="0", admin_port="0").http_port == 0
 
 
 def test_secrets_are_masked_in_every_representation(monkeypatch: pytest.MonkeyPatch) -> None:
