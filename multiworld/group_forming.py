@@ -14,6 +14,7 @@ from multiworld.control.dial import local_host
 from multiworld.control.handshake import WRONG_SECRET
 from multiworld.errors import JoinError
 from multiworld.manager import WorldManager
+from multiworld.membership.acceptor import listen_on
 from multiworld.progress import ProgressThread
 from multiworld.world import World
 
@@ -64,13 +65,16 @@ def form_through(
         return _join_published(store, name, rank, size, timeout_s, settings)
     secret, addr = secrets.token_hex(16), _own_address(store)
     manager = make_manager(secret=secret, **settings)
-    port = manager.listen(addr)
+    sock = listen_on((addr, 0))
+    port = sock.getsockname()[1]
     published = f"{secret} {addr} {port}"
     try:
-        store.set(ADDRESS_KEY, published)
+        store.set(ADDRESS_KEY, published)  # early, so that the others connect while the threads start here
+        manager.listen(addr, port, sock)
         return form(name, rank, size, (addr, port), timeout_s, manager)
     except BaseException:
         manager.cleanup()
+        sock.close()
         raise
     finally:
         with contextlib.suppress(RuntimeError):  # the store is lost, or has no `compare_set`

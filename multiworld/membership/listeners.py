@@ -6,6 +6,7 @@ deleted by the next one that opens a socket there.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -120,14 +121,14 @@ def bind_local(runtime_dir: str) -> socket.socket:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a folder of mode 0700 of this user")
+    return listen_on(str(folder / f"{_delete_abandoned(folder)}-{os.urandom(8).hex()}"))
+
+
+@functools.cache  # once in each process, because every socket of another process is tried
+def _delete_abandoned(folder: Path) -> str:
+    """Delete the sockets of this boot that no process listens on. Returns the prefix of their names."""
     # Under another kernel, which may share the folder through a network file system, a live socket looks abandoned.
     boot = _BOOT_ID.read_text()[:8]
-    _delete_abandoned(folder, boot)
-    return listen_on(str(folder / f"{boot}-{os.urandom(8).hex()}"))
-
-
-def _delete_abandoned(folder: Path, boot: str) -> None:
-    """Delete the sockets of this boot that no process listens on."""
     for path in folder.glob(f"{boot}-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime < _STARTED_S:
@@ -138,3 +139,4 @@ def _delete_abandoned(folder: Path, boot: str) -> None:
                 probe.connect(str(path))
             except ConnectionRefusedError:
                 path.unlink()
+    return boot
