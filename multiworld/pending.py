@@ -21,13 +21,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from multiworld.collectives.channel import NUMBERED_FROM, CollectiveChannel
 from multiworld.collectives.fingerprint import verify
 from multiworld.config import WorldConfig
 from multiworld.errors import Cause, WorldError
-from multiworld.execution.cuda import await_queued, call_on
+from multiworld.execution import cuda
 from multiworld.execution.failures import ConnectionLostError, MismatchError, described
 from multiworld.execution.threads import WorkerThread
 from multiworld.membership.forming import FormingWorld
@@ -122,8 +120,7 @@ class PendingOperations:
 
     def _dispatch(self, operation: Operation) -> None:
         """Hand the operation to its connection, or start the collective."""
-        if operation.tensors and operation.tensors[0].is_cuda:
-            operation.stream = torch.cuda.current_stream(operation.tensors[0].device)
+        operation.capture_stream()
         if isinstance(operation, Collective):
             self._start_collective(operation)
         elif isinstance(operation, Send):
@@ -187,7 +184,7 @@ class PendingOperations:
                     self._world.nccl.post(operation)
                 return
             if operation.staged:  # the data is copied from a device, which may block
-                algorithm = await asyncio.to_thread(call_on, operation.stream, operation.algorithm)
+                algorithm = await asyncio.to_thread(cuda.call_on, operation.stream, operation.algorithm)
             else:
                 algorithm = operation.algorithm()
             await algorithm(channel)
@@ -247,13 +244,13 @@ class PendingOperations:
             self._pending.remove(operation)
             self._copying_back.add(operation)
         operation.copy_back()
-        await_queued(operation.stream)
+        cuda.await_queued(operation.stream)
         self._complete(operation)
 
     def _run_step(self, step: Callable[[Any], None], operation: Operation) -> None:
         """Run a step of the operation on its stream. An error fails the operation."""
         try:
-            call_on(operation.stream, partial(step, operation))
+            cuda.call_on(operation.stream, partial(step, operation))
         except Exception as error:  # noqa: BLE001 - see `fail`
             self.fail([operation], error)
 

@@ -10,7 +10,8 @@ process ends. The group cannot be used any more: the remaining members form a ne
 The import registers the backend "multiworld". `init_process_group("multiworld")` and `init_device_mesh` form worlds through torch's store.
 If the host of that store is lost, the new group needs another store.
 
-Tensors must be on the CPU. GPU tensors are refused, because that has not run on a GPU. A receive needs a source rank.
+Tensors of GPUs are copied through pinned memory of the host, on streams of their own; this has not run on a GPU yet. A receive needs a
+source rank.
 
 Each group has a daemon thread with an event loop that runs the operations. So any thread may wait for them, also those of autograd.
 """
@@ -254,8 +255,7 @@ class WorldProcessGroup(ProcessGroup):
 
     def _start(self, results: Sequence[Any], operations: Sequence[Operation], opts: Any = None) -> Work:
         for operation in operations:
-            if any(tensor.device.type != "cpu" for tensor in operation.tensors):
-                raise ValueError(f"{operation.name}: WorldProcessGroup moves tensors on the CPU only; copy them there")
+            operation.capture_stream()
         outputs = [tensor for each in results for tensor in ([each] if isinstance(each, Tensor) else each)]
         if len(operations) > 1:  # each operation has checked its own results
             check_distinct(f"{operations[0].name} of several tensors", outputs)
@@ -263,7 +263,8 @@ class WorldProcessGroup(ProcessGroup):
         torch.autograd.graph.increment_version(outputs)
         limit_s = getattr(opts, "timeout", timedelta(0)).total_seconds()
         timeout_s = limit_s if limit_s > 0 else self._timeout_s
-        return WorldWork(results, self._progress.run(_carry_out(self.world, operations, timeout_s)))
+        devices = {each.device for each in outputs if each.is_cuda}
+        return WorldWork(results, self._progress.run(_carry_out(self.world, operations, timeout_s)), devices)
 
 
 async def _carry_out(world: World, operations: Sequence[Operation], timeout_s: float | None) -> None:
@@ -290,4 +291,4 @@ def _create_backend(options: Any, settings: dict[str, Any] | None) -> ProcessGro
     )
 
 
-Backend.register_backend(BACKEND, _create_backend, extended_api=True, devices=["cpu"])
+Backend.register_backend(BACKEND, _create_backend, extended_api=True, devices=["cpu", "cuda"])

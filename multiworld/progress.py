@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import inspect
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -131,10 +131,12 @@ class WorldWork(Work):
     Args:
         results: the value of `get_future` and `result`: the tensors that the operation writes.
         outcome: completes with the operation.
+        devices: the GPUs of the results.
     """
 
-    def __init__(self, results: Sequence[Any], outcome: Future[None]) -> None:
+    def __init__(self, results: Sequence[Any], outcome: Future[None], devices: Iterable[torch.device] = ()) -> None:
         super().__init__()
+        self._devices: list[int | str | torch.device] = [*devices]
         self._results = list(results)
         self._outcome = outcome
 
@@ -164,7 +166,7 @@ class WorldWork(Work):
 
         Its callbacks run on a thread of their own, because they may wait for another operation, as those of PowerSGD do.
         """
-        source: torch.futures.Future[Any] = torch.futures.Future()
+        source: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices)
 
         # `set_exception` of torch would let C++ code take the exception for the value.
         def value(_: object) -> list[Any]:

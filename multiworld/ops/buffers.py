@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from multiworld.execution import cuda
+
 _COMPUTED = {
     torch.float64,
     torch.float32,
@@ -148,7 +150,9 @@ def contiguous(tensor: Tensor, on_host: bool) -> Tensor:
 
     It copies only if necessary, and may block on a copy from a device. The caller's tensor is not changed.
     """
-    data = tensor.detach().cpu() if on_host else tensor.detach()
+    data = tensor.detach()
+    if on_host:
+        return cuda.host_copy(data, load=True)
     if data.is_conj() or data.is_neg():
         data = data.resolve_conj().resolve_neg()
     return data.contiguous()
@@ -177,11 +181,12 @@ class RecvBuffer:
         """Return the contiguous tensor to write into. With `load` it contains the caller's data, else its content is undefined."""
         if self.direct:
             return self.tensor
-        device = torch.device("cpu") if self._on_host else self.tensor.device
-        if load:
-            self._staged = self.tensor.to(device).contiguous()  # always a copy, because `direct` is false
+        if self._on_host:
+            self._staged = cuda.host_copy(self.tensor, load=load)
+        elif load:
+            self._staged = self.tensor.contiguous()  # always a copy, because `direct` is false
         else:
-            self._staged = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=device)
+            self._staged = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
         return self._staged
 
     def copy_back(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from multiworld.execution import cuda
 from multiworld.ops.buffers import byte_view
 
 logger = logging.getLogger(__name__)
@@ -58,12 +59,21 @@ class Operation:
     posted: bool = False
     """Whether `World.start` has returned the operation to its caller."""
     stream: Any = None
-    """The CUDA stream that was current at the start of an operation on CUDA tensors; else None."""
+    """See `capture_stream`; None without CUDA tensors."""
 
     @property
     def name(self) -> str:
         """Return the name of the operation, for error messages."""
         return self.signature.partition("(")[0]
+
+    def capture_stream(self) -> None:
+        """Order an operation on CUDA tensors after what the calling thread has queued. Idempotent.
+
+        Copies between GPU and host get a stream of their own: on the caller's, they would wait for work that it queues later.
+        """
+        if self.stream is None and self.tensors and self.tensors[0].is_cuda:
+            device = self.tensors[0].device
+            self.stream = cuda.copy_stream(device) if self.staged else cuda.current_stream(device)
 
     def done(self) -> bool:
         """Return whether the operation completed or failed."""

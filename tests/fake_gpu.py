@@ -1,0 +1,112 @@
+"""A GPU in memory of the host. What is queued on a stream runs when somebody waits for the stream, so data is wrong without the wait."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multiworld.execution import cuda
+from multiworld.ops.validation import WorldFacts
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeStream:
+    """Runs work in its order, when somebody waits.
+
+    Args:
+        after: its work of now comes first.
+    """
+
+    def __init__(self, after: "FakeStream | None" = None) -> None:
+        self._kernels: list[Callable[[], object]] = []
+        self._done = 0
+        self._lock = threading.RLock()
+        if after is not None:
+            queued = len(after._kernels)
+            self.queue(lambda: after.run(queued))
+
+    def queue(self, kernel: Callable[[], object]) -> None:
+        self._kernels.append(kernel)
+
+    def run(self, count: int | None = None) -> None:
+        """Wait for its first `count` pieces of work, by default for all that are queued now."""
+        with self._lock:
+            for kernel in self._kernels[self._done : len(self._kernels) if count is None else count]:
+                self._done += 1
+                kernel()
+
+
+class GpuTensor(Tensor):
+    """A tensor on the GPU. Copying into it is queued on the current stream."""
+
+    is_cuda = True
+    device = GPU
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and isinstance(args[0], cls) and not isinstance(args[1], cls):
+            target, source = args[0].as_subclass(Tensor), args[1]
+            _current().queue(lambda: target.copy_(source))
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+_streams = threading.local()
+_default = FakeStream()
+
+
+def _current() -> FakeStream:
+    return getattr(_streams, "current", _default)
+
+
+@contextlib.contextmanager
+def current(stream: FakeStream) -> Iterator[FakeStream]:
+    """Make a stream the current one of this thread."""
+    former, _streams.current = _current(), stream
+    try:
+        yield stream
+    finally:
+        _streams.current = former
+
+
+def on_gpu(tensor: Tensor) -> GpuTensor:
+    return tensor.as_subclass(GpuTensor)
+
+
+def _host_copy(tensor: Tensor, *, load: bool) -> Tensor:
+    assert isinstance(tensor, GpuTensor)
+    host = torch.full(tensor.shape, 77, dtype=tensor.dtype)
+    if load:
+        _current().run()
+        host.copy_(tensor.as_subclass(Tensor))
+    return host
+
+
+def _call_on(stream: FakeStream | None, call: Callable[[], Any]) -> Any:
+    with contextlib.nullcontext() if stream is None else current(stream):
+        return call()
+
+
+def _await_queued(stream: FakeStream | None) -> None:
+    if stream is not None:
+        stream.run()
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Replace CUDA in the library by this GPU."""
+    patch.setattr(cuda, "host_copy", _host_copy)
+    patch.setattr(cuda, "copy_stream", lambda device: FakeStream(_current()))
+    patch.setattr(cuda, "current_stream", lambda device: _current())
+    patch.setattr(cuda, "call_on", _call_on)
+    patch.setattr(cuda, "await_queued", _await_queued)
+
+
+def stage_all(patch: pytest.MonkeyPatch) -> None:
+    """Copy tensors of the CPU through other memory of the host, as those of a GPU."""
+    check = WorldFacts.check_devices
+    patch.setattr(WorldFacts, "check_devices", lambda *arguments: check(*arguments) or True)
