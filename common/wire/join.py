@@ -64,6 +64,7 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     Attributes:
         host, pid: where the worker runs, for operators; `host` is its --advertise-host.
         edge: where others fetch its tensors, HOST:PORT/INCARNATION; empty if it uses no edges.
+        gpu: the PCI address of its GPU, because `device` is only the number that this process gives it; empty without a GPU.
         held: `StageAssignment.digest`s of the stages that it has in memory.
         serves: whether another leader has it now. It asks whether it may move here.
         alone: whether no other leader takes it.
@@ -79,6 +80,7 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     serves: bool = False
     alone: bool = False
     edge: NoHolder = ""
+    gpu: NoName = ""
     protocol: int = PROTOCOL
     release: Name = RELEASE
 
@@ -86,6 +88,11 @@ class JoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):
     def process(self) -> tuple[int, str]:
         """Identifies the process: the pid may repeat, because it is 1 in every container, and the incarnation in `edge` does not."""
         return self.pid, self.edge
+
+    @property
+    def places(self) -> tuple[str, str]:
+        """Its host and its GPU, each of which may fail as a whole. Without a GPU, both are the host."""
+        return self.host, f"{self.host} {self.gpu}" if self.gpu else self.host
 
 
 class FrontendJoinRequest(JsonMessage, frozen=True, forbid_unknown_fields=True):

@@ -119,7 +119,7 @@ class Joining:
         if held and (now_s < self._goal.settle_until_s or request.serves):
             return self._placement.slot_holding(held)
         destined = self._goal.destined.pop(request.worker, None)
-        return self._placement.free_slot(self._placement.choose_stage(request.host, held, destined))
+        return self._placement.free_slot(self._placement.choose_stage(request.places, held, destined))
 
     def failed(self, worker: Worker) -> None:
         """Count a failure of a worker, which may quarantine it."""

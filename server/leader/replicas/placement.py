@@ -53,13 +53,13 @@ class _Slots:
         by_index: all of them.
         free: indexes of those without a connected worker.
         gaps: indexes that are below the highest one and have no slot.
-        hosts: the number of connected workers on each host.
+        places: the number of connected workers on each host and each GPU, see `JoinRequest.places`.
     """
 
     by_index: dict[int, Slot] = field(default_factory=dict)
     free: set[int] = field(default_factory=set)
     gaps: set[int] = field(default_factory=set)
-    hosts: Counter[str] = field(default_factory=Counter)
+    places: Counter[str] = field(default_factory=Counter)
 
     @property
     def num_workers(self) -> int:
@@ -72,10 +72,10 @@ class _Slots:
         return added
 
     def leave(self, worker: Worker) -> None:
-        host = worker.request.host
-        self.hosts[host] -= 1
-        if not self.hosts[host]:  # names of hosts may be used once only
-            del self.hosts[host]
+        for place in {*worker.request.places}:
+            self.places[place] -= 1
+            if not self.places[place]:  # names of hosts may be used once only
+                del self.places[place]
 
     def remove(self, slot: SlotId) -> None:
         del self.by_index[slot.index]
@@ -147,7 +147,7 @@ class Placement:
         slot.worker, worker.slot = worker, slot.id
         slots = self._stages[slot.id.stage]
         slots.free.discard(slot.id.index)
-        slots.hosts[worker.request.host] += 1
+        slots.places.update({*worker.request.places})
         self._live[worker.name] = worker
         self._worlds.add(worker.id.world)
 
@@ -204,32 +204,32 @@ class Placement:
 
     def choose_stage(
         self,
-        host: str = "",
+        places: Sequence[str] = (),
         held: Collection[int] = (),
         destined: int | None = None,
     ) -> int:
-        """Choose the stage for a worker that joins from `host` and has the stages `held` in memory.
+        """Choose the stage for a worker that joins from a host and a GPU, `places`, and has the stages `held` in memory.
 
         A stage without replicas (serving or joining) is first. Then the stage `destined` by a move. Then a stage of `held` with fewer than
         `replicas`. Then the stage with the smallest part of its `replicas`; among equals, the one with the fewest replicas on that host,
-        because a host may fail as a whole, then the earliest. If all stages have `replicas`, a stage of `held` is first, and then the one
-        with the fewest replicas for its load.
+        then on that GPU, because each may fail as a whole, then the earliest. If all stages have `replicas`, a stage of `held` is first,
+        and then the one with the fewest replicas for its load.
         """
         counts = [self.num_workers(stage) for stage in range(self.num_stages)]
         missing = [wanted - there for wanted, there in zip(self.replicas, counts, strict=True)]
         extra, largest = max(missing) <= 0, max(self.wanted, default=0.0)
         weights = [max(wanted / largest, _LEAST_WEIGHT) for wanted in self.wanted] if largest else [1.0] * len(counts)
 
-        def rank(stage: int) -> tuple[bool, bool, bool, float, int]:
+        def rank(stage: int) -> tuple[bool, bool, bool, float, list[int]]:
             stays = stage in held and (extra or missing[stage] > 0)
             load = counts[stage] / weights[stage] if extra else counts[stage] / self.replicas[stage]
-            return counts[stage] > 0, stage != destined, not stays, load, self.count(stage, host)
+            return counts[stage] > 0, stage != destined, not stays, load, [self.count(stage, place) for place in places]
 
         return min(range(self.num_stages), key=rank)
 
-    def count(self, stage: int, host: str) -> int:
-        """The number of replicas of a stage on a host."""
-        return self._stages[stage].hosts[host]
+    def count(self, stage: int, place: str) -> int:
+        """The number of replicas of a stage on a host or a GPU."""
+        return self._stages[stage].places[place]
 
     @property
     def fully_replicated(self) -> bool:

@@ -257,7 +257,7 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
     settled_s = max(goal.moved_s, goal.settle_until_s)
     if count and placement.surplus(fewest) >= 0:
         is_quiet = goal.loading is None and goal.restart is None and placement.fully_replicated
-        if is_quiet and (move := _missing_spare(placement) or _separation(goal, placement)) is not None:
+        if is_quiet and (move := _missing_spare(placement) or _separation(placement)) is not None:
             changed_s = max(worker.since_s for worker in placement.workers())
             if steps.at(max(settled_s, changed_s) + BALANCE_AFTER_S, now_s):
                 steps.now.append(move)
@@ -267,10 +267,9 @@ def _fill(goal: Goal, placement: Placement, steps: Steps, now_s: float) -> None:
     lost_s = [slot.worker.since_s for slot in placement.of_stage(fewest) if slot.worker is not None and slot.free]
     if steps.at(max([*lost_s, settled_s]) + (BALANCE_AFTER_S if count else REASSIGN_AFTER_S), now_s):
 
-        def gain(worker: Worker) -> tuple[int, int]:
-            """Prefer a host without the stage that lacks a replica, then one with several replicas of the other."""
-            host = worker.request.host
-            return -placement.count(fewest, host), placement.count(most, host)
+        def gain(worker: Worker) -> list[tuple[int, int]]:
+            """Prefer a host without the stage that lacks a replica, then one with several replicas of the other, then such a GPU."""
+            return [(-placement.count(fewest, place), placement.count(most, place)) for place in worker.request.places]
 
         steps.now.append(WorkerStep("move", max(candidates, key=gain)))
 
@@ -284,19 +283,28 @@ def _missing_spare(placement: Placement) -> WorkerStep | None:
     return next((WorkerStep("move", worker) for worker in extra), None)
 
 
-def _separation(goal: Goal, placement: Placement) -> WorkerStep | None:
-    """The first half of an exchange that separates two replicas of a stage, because a host may fail as a whole.
+def _separation(placement: Placement) -> WorkerStep | None:
+    """The first half of an exchange that separates two replicas of a stage, because a host or a GPU may fail as a whole.
 
-    The worker goes from its stage on a crowded host to another stage, which the host lacks and of which another host can give a replica in
-    return. Then the former stage lacks a replica, and the other one has one too many. No exchange reduces the number of hosts of a stage.
+    The worker goes from its stage in a crowded place to another stage, which the place lacks and of which another place can give a replica
+    in return. Then the former stage lacks a replica, and the other one has one too many. No exchange reduces the number of places of a
+    stage. GPUs exchange within their host, which changes nothing for hosts.
+
+    With spares there is no exchange: a spare would take the free place wherever it is, and the exchange would be repeated without end.
     """
-    hosts = [Counter(each.request.host for each in placement.workers(stage)) for stage in range(placement.num_stages)]
-    giving = [{each.request.host for each in placement.ready(stage)} for stage in range(len(hosts))]
-    for worker in placement.ready():
-        stage, host = worker.slot.stage, worker.request.host
-        if stage is None or hosts[stage][host] < 2:
-            continue
-        for other in range(placement.num_stages):
-            if not hosts[other][host] and giving[other] - hosts[stage].keys():
-                return WorkerStep("move", worker, stage=other)
+    if placement.spares_wanted:
+        return None
+    stages = range(placement.num_stages)
+    for level in range(2):  # hosts, then GPUs
+        placed = [Counter(each.request.places[level] for each in placement.workers(stage)) for stage in stages]
+        giving = [{each.request.places for each in placement.ready(stage)} for stage in stages]
+        for worker in placement.ready():
+            stage, here = worker.slot.stage, worker.request.places
+            if stage is None or placed[stage][here[level]] < 2:
+                continue
+            for other in stages:
+                if not placed[other][here[level]] and any(
+                    each[level] not in placed[stage] and each[:level] == here[:level] for each in giving[other]
+                ):
+                    return WorkerStep("move", worker, stage=other)
     return None

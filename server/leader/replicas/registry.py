@@ -256,8 +256,15 @@ class WorkerRegistry:
                 else:
                     self.goal.destined[worker.name] = step.stage
                     logger.warning(
-                        "replicas of stage=%d share host=%s: reassigning worker=%s of %s to stage=%d",
-                        *(worker.stage, worker.request.host, worker.name, worker.id, step.stage),
+                        "replicas of stage=%d share host=%s or its gpu=%s: reassigning worker=%s of %s to stage=%d",
+                        *(
+                            worker.stage,
+                            worker.request.host,
+                            worker.request.gpu or "-",
+                            worker.name,
+                            worker.id,
+                            step.stage,
+                        ),
                     )
                 self.goal.moved_s = time.monotonic()
                 link.drain()

@@ -10,14 +10,15 @@ from multiworld_serving.server.leader.replicas.reconcile import Goal, Promote, R
 from multiworld_serving.server.leader.replicas.worker import Ending, SlotId, Worker
 
 
-def fill(slots: Placement, slot: Slot, worker: str, host: str = "h") -> str:
-    request = JoinRequest(worker, "cpu", host, 1)
+def fill(slots: Placement, slot: Slot, worker: str, host: str = "h", gpu: str = "") -> str:
+    request = JoinRequest(worker, "cpu", host, 1, gpu=gpu)
     slots.take(slot, Worker(request, slot.id, 1, state="ready", since_s=0.0, loaded={1}))
     return slot.id.name
 
 
-def join(slots: Placement, worker: str, host: str = "h") -> str:
-    return fill(slots, slots.free_slot(slots.choose_stage(host)), worker, host)
+def join(slots: Placement, worker: str, host: str = "h", gpu: str = "") -> str:
+    places = JoinRequest(worker, "cpu", host, 1, gpu=gpu).places
+    return fill(slots, slots.free_slot(slots.choose_stage(places)), worker, host, gpu)
 
 
 def placed(workers: str, num_stages: int = 2, replicas: int = 2, spares: int = 0) -> Placement:
@@ -63,6 +64,12 @@ def test_replicas_of_a_stage_are_spread_over_hosts() -> None:
     slots = Placement([2, 2])
     places = {(host, join(slots, f"{host}{number}", host)[:2]) for number in range(2) for host in ("left", "right")}
     assert places == {(host, stage) for host in ("left", "right") for stage in ("s0", "s1")}
+
+
+def test_replicas_of_a_stage_are_spread_over_the_gpus_of_a_host() -> None:
+    slots = Placement((2, 2))
+    places = {(gpu, join(slots, f"{gpu}{number}", gpu=gpu)[:2]) for gpu in ("left", "right") for number in range(2)}
+    assert places == {(gpu, stage) for gpu in ("left", "right") for stage in ("s0", "s1")}
 
 
 def test_new_worker_gets_the_slot_of_the_broken_one() -> None:

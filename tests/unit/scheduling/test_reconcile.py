@@ -26,9 +26,13 @@ DISRUPTIVE = ("move", "restart")
 
 
 class Cluster:
-    """Worker processes on two hosts, which join, load, leave and are killed at random times. Steps have their effect at once or later."""
+    """Worker processes on two hosts, or on two GPUs of one, which join, load, leave and are killed at random times.
 
-    def __init__(self, seed: int) -> None:
+    Steps have their effect at once or later.
+    """
+
+    def __init__(self, seed: int, one_host: bool) -> None:
+        self.one_host = one_host
         self.random = random.Random(seed)
         self.now_s = 0.0
         stages, replicas, spares = self.random.randint(1, 3), self.random.randint(1, 3), self.random.randint(0, 1)
@@ -50,15 +54,16 @@ class Cluster:
     def join(self, number: int) -> None:
         if number in self.gone:
             return
-        host = f"host-{number % 2}"
+        host, gpu = ("host", f"gpu-{number % 2}") if self.one_host else (f"host-{number % 2}", "")
+        request = JoinRequest(f"w{number}", "cpu", host, 1, gpu=gpu)
         held = self.random.randrange(self.placement.num_stages)
         # In the beginning, as after the start of a leader, workers keep the stage that another leader has assigned.
         stage, destined = held, self.goal.destined.pop(f"w{number}", None)
         if self.now_s > 1 or self.keeps_none:
-            stage = self.placement.choose_stage(host, {held}, destined=destined)
+            stage = self.placement.choose_stage(request.places, {held}, destined=destined)
         slot = self.placement.free_slot(stage)
         generation = self.placement.next_generation(slot.id.name)
-        worker = Worker(JoinRequest(f"w{number}", "cpu", host, 1), slot.id, generation)
+        worker = Worker(request, slot.id, generation)
         self.placement.take(slot, worker)
         self.enter(worker, "loading")
         version = self.goal.serving[0]
@@ -174,16 +179,17 @@ class Cluster:
 
 
 def is_spread(placement: Placement) -> bool:
-    """Whether each stage is on both hosts."""
+    """Whether each stage is on both hosts, or on both GPUs of the only one."""
     return all(
-        len({worker.request.host for worker in placement.ready(stage)}) == 2 for stage in range(placement.num_stages)
+        len({worker.request.places for worker in placement.ready(stage)}) == 2 for stage in range(placement.num_stages)
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_everything_serves_in_the_end_when_workers_are_killed_at_random(seed: int) -> None:
+@pytest.mark.parametrize("one_host", [False, True])
+@pytest.mark.parametrize("seed", [*range(60), 1645, 2293])
+def test_everything_serves_in_the_end_when_workers_are_killed_at_random(seed: int, one_host: bool) -> None:
     """A version is loaded and workers are restarted, while others are killed, some of them for good."""
-    cluster = Cluster(seed)
+    cluster = Cluster(seed, one_host)
     cluster.run(150)
     assert cluster.placement.fully_replicated
     may_spread = cluster.placement.replicas[0] == 2 and not cluster.placement.spares_wanted
