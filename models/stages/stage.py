@@ -195,11 +195,10 @@ class PythonStage(ObjectStage):
             return [error] if len(rows) == 1 else [self._call([row])[0] for row in rows]
         except Exception as error:
             raise StageFailedError(f"the stage {self.name} raised {type(error).__name__}") from error
-        if not isinstance(found, Sequence | Tensor) or isinstance(found, str | bytes) or len(found) != len(rows):
-            count = f"{len(found)} results" if isinstance(found, Sequence | Tensor) else type(found).__name__
-            raise StageFailedError(
-                f"the stage {self.name} returned {count} for {len(rows)} rows; expected one for each"
-            )
+        is_list = isinstance(found, Sequence | Tensor) and not isinstance(found, str | bytes)
+        if not is_list or len(found) != len(rows):
+            count = f"{len(found)} results" if is_list else type(found).__name__
+            raise StageFailedError(f"the stage {self.name} returned {count} for {len(rows)} rows; expected one for each")
         return found
 
 
