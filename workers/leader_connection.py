@@ -15,6 +15,7 @@ from multiworld_serving.common.settings.worker import WorkerSettings
 from multiworld_serving.common.wire.join import MAX_HELD, JoinOffer, JoinRequest
 from multiworld_serving.common.wire.protocol import WireError
 from multiworld_serving.workers.compute.engine import Engine
+from multiworld_serving.workers.devices import pci_address
 from multiworld_serving.workers.exit_timer import EXIT_DEVICE_FAILED, EXIT_STUCK, GRACEFUL_EXIT_S, arm_exit_timer
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
 from multiworld_serving.workers.session import Session
@@ -198,6 +199,7 @@ class LeaderConnection:
             serves=serves,
             alone=alone,
             edge=self._edges.holder,
+            gpu=pci_address(self._engine.device),
         )
         try:
             offer = await JoinOffer.ask(

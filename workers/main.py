@@ -22,6 +22,7 @@ from multiworld_serving.models.stages.pipeline import PipelineSource
 from multiworld_serving.workers import exit_timer
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
+from multiworld_serving.workers.devices import device_of
 from multiworld_serving.workers.leader_connection import LeaderConnection, StuckError
 from multiworld_serving.workers.observability.gpu import GpuCollector
 from multiworld_serving.workers.observability.metrics import WorkerMetrics
@@ -49,20 +50,6 @@ def run(settings: WorkerSettings) -> int:
     gc.freeze()  # the garbage collector need not scan torch's modules again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, device))
-
-
-def device_of(name: str, slot: int) -> torch.device:
-    """The torch device of this name; "cuda" is the GPU of this slot, in turn. Raises UserError if this machine does not have it."""
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            there = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
-            raise UserError(
-                f"device {name!r} does not exist: this machine has {there}; use --device cpu or another index"
-            )
-        return torch.device("cuda", slot % count if device.index is None else device.index)
-    return device
 
 
 async def _serve(settings: WorkerSettings, device: torch.device) -> int:

@@ -40,4 +40,4 @@ class WorkerSettings(LeadersSettings, EdgePortSettings):
     bind_host: str | None = setting(None, INTERNAL)
     """Local address to connect to leaders from: that of the node in a Ray cluster."""
     slot: int = setting(0, INTERNAL, ge=0)
-    """Number of this worker among those of its model on this machine, which use its GPUs in turn."""
+    """Number of this worker among the local ones of a service, which use the GPUs of the machine in turn."""

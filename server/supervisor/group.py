@@ -37,6 +37,7 @@ class Group(ProcessSet):
         prefix: first part of the names of its processes.
         workers: number of workers of all models, which share the cores.
         is_new: whether the model is added to others that serve. It must fit into the memory that these leave, until it is ready.
+        first_slot: number of workers of other models before its own, which use the GPUs in turn.
         stack: closes the sockets.
     """
 
@@ -49,9 +50,11 @@ class Group(ProcessSet):
         prefix: str = "",
         workers: int,
         is_new: bool = False,
+        first_slot: int = 0,
     ) -> None:
         self.settings = settings
         self.is_new = is_new
+        self._first_slot = first_slot
         self.threads = compute_threads(settings, workers)
         self._notify = starter.notify
         self._prefix = prefix
@@ -113,7 +116,7 @@ class Group(ProcessSet):
             "leader": self.leaders,
             "name": name,
             "threads": self.threads,
-            "slot": slot,
+            "slot": self._first_slot + slot,
         }
         return Process(name, {**worker_values(settings), **own}, {}, self.threads)
 

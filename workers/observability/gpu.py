@@ -1,4 +1,4 @@
-"""Reads GPU metrics on a separate thread, so that a driver that hangs blocks nothing else. torch reads them from NVML (nvidia-ml-py)."""
+"""Reads GPU metrics on a separate thread, so that a driver that hangs blocks nothing else. Most are read from NVML (nvidia-ml-py)."""
 
 from __future__ import annotations
 
@@ -7,28 +7,52 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import torch
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from multiworld_serving.workers.devices import pci_address
 
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 5.0
 _STALE_S = 15.0
 """Readings older than this are dropped: the driver does not respond."""
+_SENSOR = 0
+"""NVML_TEMPERATURE_GPU."""
+
+
+def _memory_used(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _nvml(what: str, device: torch.device, *arguments: int) -> Any:
+    """Ask NVML about the whole GPU, which it knows by its address: its numbers are not those of CUDA. Raises ImportError, NVMLError."""
+    import pynvml  # noqa: PLC0415 - optional
+
+    pynvml.nvmlInit()  # counts its calls
+    return getattr(pynvml, f"nvmlDeviceGet{what}")(
+        pynvml.nvmlDeviceGetHandleByPciBusId(pci_address(device)), *arguments
+    )
+
+
 Readings = Mapping[str, tuple[str, Callable[[torch.device], float]]]
 """Description and function by name."""
 _READINGS: Readings = {
     "utilization_ratio": (
         "Share of the last sample period in which the GPU was busy, for any process.",
-        lambda device: torch.cuda.utilization(device) / 100,
+        lambda device: _nvml("UtilizationRates", device).gpu / 100,
     ),
-    "memory_used_bytes": ("Memory of the GPU in use, by any process.", torch.cuda.device_memory_used),
-    "memory_total_bytes": ("Memory of the GPU.", lambda device: torch.cuda.mem_get_info(device)[1]),
-    "temperature_celsius": ("Temperature of the GPU.", torch.cuda.temperature),
-    "power_watts": ("Power draw of the GPU.", lambda device: torch.cuda.power_draw(device) / 1000),
+    "memory_used_bytes": (
+        "Memory of the GPU or MIG slice in use, by any process.",
+        _memory_used,
+    ),
+    "memory_total_bytes": ("Memory of the GPU or MIG slice.", lambda device: torch.cuda.mem_get_info(device)[1]),
+    "temperature_celsius": ("Temperature of the GPU.", lambda device: _nvml("Temperature", device, _SENSOR)),
+    "power_watts": ("Power draw of the GPU.", lambda device: _nvml("PowerUsage", device) / 1000),
 }
 
 

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.optimize.deviation import deviation
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.engine import Engine, StageTask
-from multiworld_serving.workers.main import device_of
 from tests.bundles import PREVIEW
 from tests.resnets import sent_stage, sent_weights
 from tests.waiting import Gate
@@ -97,11 +95,3 @@ async def test_batches_are_computed_while_a_further_stage_is_built(engine: Engin
     await engine.compute("one", made, plan.spec.example(1))
     gate.open()
     await building
-
-
-def test_workers_use_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [str(device_of("cuda", slot)) for slot in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [str(device_of(name, 1)) for name in ("cuda:0", "cpu")] == ["cuda:0", "cpu"]
-    with pytest.raises(UserError, match="this machine has cuda:0 to cuda:1"):
-        device_of("cuda:2", 0)
