@@ -70,6 +70,8 @@ class HttpSettings(ServiceSettings):
     """CA certificates (PEM); every client of the admin port must present a certificate signed by one of them."""
     timeout_s: float = setting(30.0, "Limits", gt=0, le=3600)
     """Timeout of a request; the client's header may shorten it."""
+    latency_objective_s: float = setting(0.5, "Limits", gt=0, le=3600)
+    """Responses that take longer count as slow; the latency alerts fire when more than 1 % are."""
     max_body_bytes: int = setting(10 * 2**20, "Limits", ge=1, le=2**31)
     """Maximum size of a request body."""
     max_connections: int = setting(10_000, "Limits", ge=1, le=1_000_000)
@@ -342,6 +344,15 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
 OF_MODEL = frozenset(
     {name for name, field in ServeSettings.model_fields.items() if panel(field) in ("Model", "Pipeline", "Batching")}
     - {"model"}
-    | {"share", "queue_limit", "timeout_s", "recovery_grace_s", "hang_timeout_s", "hedge_factor", "join_port"}
+    | {
+        "share",
+        "queue_limit",
+        "timeout_s",
+        "latency_objective_s",
+        "recovery_grace_s",
+        "hang_timeout_s",
+        "hedge_factor",
+        "join_port",
+    }
 )
 """The settings that a table [[models]] may have, beside name and source."""

@@ -250,7 +250,7 @@ class _Model:
         self.pool = LeaderPool(settings.recovery_grace_s, frontend.metrics, self._on_change, frontend.edges, name)
         for number, address in enumerate(settings.leaders):
             self.pool.links.append(LeaderLink(address, settings, self.pool, number))
-        requests = frontend.metrics.requests.of_model(name)
+        requests = frontend.metrics.requests.of_model(name, settings.latency_objective_s)
         self.group = ModelGroup(self.pool, requests, EventFeed(requests))
 
     def run(self) -> list[Coroutine[Any, Any, None]]:

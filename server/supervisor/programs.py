@@ -48,7 +48,7 @@ START_TIMEOUT_S = 900.0
 Role = Literal["leader", "frontend", "worker"]
 Values = dict[str, object]
 """Settings by name."""
-_OF_MODEL = ("timeout_s", "queue_limit", "recovery_grace_s")
+_OF_MODEL = ("timeout_s", "latency_objective_s", "queue_limit", "recovery_grace_s")
 """Settings of frontends that differ for each model."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import time
@@ -114,7 +115,7 @@ class RequestRecorder:
 
     Attributes:
         traces: None = no tracing.
-        ended, images, duration, copies, share: the metrics, which all models share.
+        ended, images, duration, slow, copies, share: the metrics, which all models share.
         log_all: log all requests; False logs failed inference requests only, at most `MAX_ERRORS_PER_S`.
     """
 
@@ -137,14 +138,17 @@ class RequestRecorder:
         self.share = metrics.gauge(
             "model_share_percent", "Share of this version in the requests of its model; 0 for a shadow.", ("model",)
         )
+        self.slow = metrics.counter(
+            "requests_slow", "Answered requests that took longer than latency_objective_s.", ("model",)
+        )
         self._unknown = ModelRequests("", self)
         self._in_flight = metrics.gauge("requests_in_flight", "Inference requests in flight.")
         self._count = suppress_errors(self._count_outcome)
         self._log = suppress_errors(self._log_request)
 
-    def of_model(self, name: str) -> ModelRequests:
-        """New counts of the requests for a model."""
-        return ModelRequests(name, self)
+    def of_model(self, name: str, slow_s: float = math.inf) -> ModelRequests:
+        """New counts of the requests for a model. A response after more than `slow_s` is slow."""
+        return ModelRequests(name, self, slow_s)
 
     def begin(
         self, scope: Scope, version: str, protocol: InferenceProtocol | None, counts: ModelRequests | None = None
@@ -222,8 +226,9 @@ class ModelRequests:
         model: its name; "" = not known yet.
     """
 
-    def __init__(self, model: str, families: RequestRecorder) -> None:
+    def __init__(self, model: str, families: RequestRecorder, slow_s: float = math.inf) -> None:
         self.model = model
+        self._slow_s = slow_s
         self._families = families
         self._protocols: Sequence[InferenceProtocol] = ()
         self._versions: list[str] = []
@@ -238,6 +243,7 @@ class ModelRequests:
     def declare(self, model: str, version: str, protocols: Sequence[InferenceProtocol]) -> None:
         """Create the series of the possible outcomes with value 0, so that the first one is an increase."""
         self.model, self._protocols = model, protocols
+        self._families.slow.labels(model)
         self._use(version)
 
     def add(self, record: RequestRecord) -> None:
@@ -252,6 +258,8 @@ class ModelRequests:
             times = self._success if code == 200 else self._fail
             times.count += 1
             times.total_s += duration_s
+            if code == 200 and duration_s > self._slow_s:
+                self._families.slow.labels(self.model).inc()
             if code == 200 and record.prediction is not None:
                 self._add_prediction(record, record.prediction)
 

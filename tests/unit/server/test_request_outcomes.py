@@ -16,7 +16,7 @@ class OfModel(FrontendMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = self.requests.of_model("m")
+        self.counts = self.requests.of_model("m", slow_s=0.5)
         self.counts.declare("m", "v", ("v2",))
 
 
@@ -63,6 +63,9 @@ def test_requests_in_flight_images_and_durations_are_counted(metrics: OfModel) -
     end(metrics, code=504)
     assert value("multiworld_requests_in_flight") == 1
     assert value("multiworld_images_total", {"model": "m", "version": "v"}) == 5
+    assert value("multiworld_requests_slow_total", {"model": "m"}) == 0, "a request that failed is not a slow response"
+    end(metrics, predicted(), duration_s=0.6)
+    assert value("multiworld_requests_slow_total", {"model": "m"}) == 1
     bucket = {"model": "m", "protocol": "v2", "code": "200", "le": "0.25"}
     assert value("multiworld_request_duration_seconds_bucket", bucket) == 2
     assert value("multiworld_request_duration_seconds_bucket", {**bucket, "le": "0.2"}) == 0
