@@ -21,7 +21,7 @@ VERBS: dict[str, Callable[[Any], int]] = {
     for verb in (
         *(processes.serve, processes.down, processes.frontend, processes.leader, processes.worker),
         *(predict.predict, export.export, check.check, status.status, bench.bench, chaos.chaos),
-        *(admin.rolling_restart, admin.load_version, admin.unload, admin.models),
+        *(admin.rolling_restart, admin.upgrade, admin.drain, admin.load_version, admin.unload, admin.models),
         *(credentials.key, credentials.token),
     )
 }

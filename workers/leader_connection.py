@@ -170,8 +170,8 @@ class LeaderConnection:
         self._wait_s, self._waits = offer.wait_ms / 1000, self._waits + 1
         if self._waits == _WAITS_LOGGED:
             logger.warning(
-                "leader=%s asks this worker to wait: it may be quarantined after failures, or another worker is connected as %s; "
-                "see the leader's log",
+                "leader=%s asks this worker to wait: its host is drained, it is quarantined after failures, or another worker is "
+                "connected as %s; see the leader's log",
                 *(self._settings.leaders[number], self._settings.name),
             )
         return None

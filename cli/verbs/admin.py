@@ -1,4 +1,4 @@
-"""`multiworld rolling-restart`, `load-version`, `unload` and `models`: operations on a running service through its admin port."""
+"""Verbs for a running service, through its admin port: `rolling-restart`, `upgrade`, `drain`, `load-version`, `unload` and `models`."""
 
 import contextlib
 import json
@@ -12,6 +12,7 @@ from multiworld_serving.cli.service import (
     ServiceOptions,
     ServiceUnavailableError,
     open_clients,
+    read_status,
     send_request,
     send_to_any,
 )
@@ -92,6 +93,85 @@ def _step(step: dict[str, Any]) -> str:
         case "done":
             return f"{step['restarted']} workers restarted"
     return ""
+
+
+class UpgradeOptions(ServiceOptions):
+    """Options of `upgrade`."""
+
+    timeout_s: float = setting(1200.0, gt=0)
+    """Longest wait until the new processes serve."""
+
+
+def upgrade(options: UpgradeOptions) -> int:
+    """Replace a running `multiworld serve` by the code and the settings that are installed now, without an outage.
+
+    The new processes start beside the present ones. When they serve, they accept the connections, and the present ones answer their
+    requests and stop. If they do not become ready, the present ones continue. Programs that run alone are restarted one at a time instead.
+
+    Examples:
+        multiworld upgrade --api-key-file admin.key
+
+    Exit status: 0 the new processes serve, 1 nothing has changed, 2 invalid usage.
+    """
+    with open_clients(options) as clients:
+        send_request(clients[0], "POST", "/admin/upgrade", json={})
+    print("upgraded: new processes serve")
+    return 0
+
+
+class DrainOptions(AsJson, ServiceOptions):
+    """Options of `drain`."""
+
+    host: str = setting(positional=True, metavar="HOST")
+    """Host of the workers, as `multiworld status` and the leaders' logs name it."""
+    undo: bool = setting(False)
+    """Use the host again: its workers rejoin within seconds."""
+    timeout_s: float = setting(600.0, gt=0)
+    """Longest wait until its workers have left."""
+
+
+def drain(options: DrainOptions) -> int:
+    """Take the workers of a machine out of service, or put them back with --undo. No request fails.
+
+    The workers leave one at a time, after they have returned their batches, and none of the machine may join until --undo. Each stage must
+    have a ready replica on another machine. Then the machine can be stopped. For a machine that is dead, this keeps its workers
+    out when it is back. A restart of all leaders and frontends ends it.
+
+    Examples:
+        multiworld drain b.example
+        multiworld drain b.example --undo
+
+    Exit status: 0 done, 1 a worker still serves, 2 invalid usage.
+    """
+    with open_clients(options) as clients:
+        before = _hosts(clients)
+        send_request(clients[0], "POST", "/admin/drain", json={"host": options.host, "undo": options.undo})
+        status = read_status(clients).json()
+    if options.as_json:
+        print(json.dumps({"host": options.host, "drained": status["drained"]}))
+        return 0
+    if options.undo:
+        print(f"{options.host}: its workers may join again")
+        return 0
+    print(f"{options.host} is drained: no worker of it serves")
+    if options.host not in before:
+        print(f"no process was connected from there; connected hosts: {', '.join(sorted(before))}")
+    others = [
+        each["name"] for kind in ("leaders", "frontends") for each in status[kind] if each["host"] == options.host
+    ]
+    if others:
+        print(f"still running there: {', '.join(others)}; stop them with SIGTERM")
+    return 0
+
+
+def _hosts(clients: Clients) -> set[str]:
+    """The hosts of all connected processes, of all models."""
+    first = read_status(clients).json()
+    found: set[str] = set()
+    for status in (first, *(read_status(clients, name).json() for name in list(first.get("models", ()))[1:])):
+        replicas = [*status["spares"], *(each for stage in status["stages"] for each in stage["replicas"])]
+        found |= {each["host"] for each in (*replicas, *status["leaders"], *status["frontends"]) if each["host"]}
+    return found
 
 
 def load_version(options: LoadVersionOptions) -> int:

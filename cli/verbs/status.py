@@ -57,6 +57,7 @@ def render_status(snapshot: dict[str, Any]) -> str:
         "spares": [f"{each['worker']} ({each['state']})" for each in snapshot["spares"]],
         "leaders": [f"{each['name'] or each['address']} ({_state(each)})" for each in snapshot["leaders"]],
         "frontends": [f"{each['name']} ({_state(each)})" for each in snapshot["frontends"]],
+        "drained hosts": snapshot.get("drained", []),
         "models": [f"{name} ({state})" for name, state in snapshot.get("models", {}).items()],
     }
     lines = (f"{kind}: {', '.join(names)}" for kind, names in lists.items() if names)

@@ -27,6 +27,10 @@ class RestartFailedError(RequestRejected, reason="restart_failed", status=500):
     """A worker did not leave, or did not join again. The message names the workers that were not restarted."""
 
 
+class DrainError(RequestRejected, reason="not_drained", status=409):
+    """A host still serves, because no other one has a ready replica of a stage."""
+
+
 class Desired(NamedTuple):
     """What the leaders of a group are to serve. An operation on the acting leader decides it, and the other leaders follow."""
 
@@ -36,6 +40,8 @@ class Desired(NamedTuple):
     weights: str | None = None
     """With which the version is loaded; None: the weights of the settings."""
     unloaded: bool = False
+    drained: tuple[str, ...] = ()
+    """The hosts whose workers may not serve."""
 
     @property
     def rank(self) -> tuple[int, str]:

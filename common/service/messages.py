@@ -26,7 +26,7 @@ from multiworld_serving.models.errors import BundleError, ModelError
 logger = logging.getLogger(__name__)
 
 _INTERNAL = "internal"
-OperationName = Literal["load-version", "unload", "rolling-restart"]
+OperationName = Literal["load-version", "unload", "rolling-restart", "drain", "undrain"]
 MAX_KEY_CHARS = 1000
 _MAX_ROW = 1 << 31
 _MAX_ROWS = 1 << 16
@@ -76,11 +76,16 @@ class Rejection(Failure, frozen=True):
 
 
 class AdminOperation(Body, frozen=True):
-    """Frontend to the acting leader; `weights` and `revision` as for `Leader.load_version`. Replies: Steps, then Done or Rejection."""
+    """Frontend to the acting leader; `weights` and `revision` as for `Leader.load_version`. Replies: Steps, then Done or Rejection.
+
+    Attributes:
+        host: to drain, or to use again.
+    """
 
     operation: OperationName
     weights: str | None = None
     revision: int = 0
+    host: str = ""
 
 
 class Step(Body, frozen=True):

@@ -1,4 +1,4 @@
-"""A change of the models of a service, which a frontend requests from the supervisor. No torch."""
+"""A change of a service, which a frontend requests from the supervisor: of its models, or an upgrade. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from multiworld_serving.common.service.errors import NotReadyError, RequestRejec
 
 
 class ModelChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Add a model or a version of one, remove it, or divide the requests of a model among its versions."""
+    """Add a model or a version of one, remove it, divide the requests of a model among its versions, or upgrade the service."""
 
-    action: Literal["add", "remove", "share"]
-    name: str
+    action: Literal["add", "remove", "share", "upgrade"]
+    name: str = ""
     """NAME, or NAME@VERSION for one of several versions."""
     source: str = ""
     """Of an added model: a name of torchvision, or a path below --weights-dir."""
@@ -29,7 +29,7 @@ class ModelChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelsUnchangedError(RequestRejected, reason="models_unchanged", status=409):
-    """A model cannot be added or removed. Nothing has changed."""
+    """A model cannot be added or removed, or the service not be upgraded. Nothing has changed."""
 
 
 async def request_change(supervisor: str, change: ModelChange, replaced: asyncio.Event, stop_s: float) -> None:

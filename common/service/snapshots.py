@@ -152,6 +152,8 @@ class PipelineSnapshot:
     rollout: RolloutProgress | None = None
     unloaded: bool = False
     """An administrator has unloaded the model."""
+    drained: tuple[str, ...] = ()
+    """Hosts whose workers an administrator has taken out of service."""
     leader: str | None = None
     """The acting leader."""
     leaders: tuple[LeaderSnapshot, ...] = ()
@@ -213,6 +215,7 @@ def _service_state(snapshot: PipelineSnapshot) -> tuple[ServiceState, list[str]]
         for leader in snapshot.leaders
         if not leader.available
     ]
+    reasons += [f"host {host} is drained" for host in snapshot.drained if reasons]
     return ("degraded" if reasons else "ready"), reasons
 
 

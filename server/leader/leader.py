@@ -139,6 +139,7 @@ class Leader:
             version_loading=rollout.plan.version.name if rollout.plan else None,
             rollout=self.serving.operations.progress,
             unloaded=self.serving.served.unloaded,
+            drained=self.serving.desired.drained,
         )
 
     def report_capacity(self) -> CapacityReport:

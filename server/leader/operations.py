@@ -1,9 +1,9 @@
-"""The administrative operations of a leader: loading a version, and restarting the workers one after another. One at a time."""
+"""The operations of a leader: loading a version, restarting workers one after another, draining a host. One at a time."""
 
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from functools import partial
 
 from multiworld import Cause
@@ -11,6 +11,7 @@ from multiworld_serving.common.config.process import release_free_memory
 from multiworld_serving.common.daemon_threads import DaemonThreads
 from multiworld_serving.common.service.administration import (
     Desired,
+    DrainError,
     OperationInProgressError,
     RestartFailedError,
     VersionFailedError,
@@ -165,6 +166,33 @@ class Operations:
             except RestartFailedError as error:
                 missed = ", ".join(name for name, worker in workers.items() if self._may_run(worker))
                 raise RestartFailedError(f"{error}; not restarted: {missed}") from error
+
+    # -- draining a host -----------------------------------------------------------------------------------------------------
+
+    def check_other_hosts(self, drained: Collection[str]) -> None:
+        """Raise DrainError if a stage with workers has no ready replica on a host that is not drained."""
+        placement = self._registry.placement
+        for stage in range(placement.num_stages):
+            hosts = {worker.request.host for worker in placement.ready(stage)}
+            if hosts and hosts <= set(drained):
+                raise DrainError(
+                    f"the ready replicas of stage {stage} are on {', '.join(sorted(hosts))} only; start a worker on another host first"
+                )
+
+    async def wait_left(self, host: str) -> None:
+        """Wait until no worker of this host is connected. Raises DrainError."""
+        registry = self._registry
+
+        def of_host() -> list[str]:
+            return [worker.name for worker in registry.placement.workers() if worker.request.host == host]
+
+        try:
+            await registry.passes.until(lambda: not of_host(), _LEAVE_S)
+        except TimeoutError as error:
+            raise DrainError(
+                f"{', '.join(of_host())} of {host} did not leave within {_LEAVE_S:g} s; they leave when another host serves their stages, "
+                "or use `multiworld drain --undo`"
+            ) from error
 
     def _may_run(self, worker: Worker) -> bool:
         """Whether the process of this worker is connected, or has failed in a way that a process survives."""

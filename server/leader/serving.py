@@ -82,7 +82,9 @@ class Serving:
             if self.served == self.desired:
                 return self.served.version
         revision = max(revision, self.desired.revision + 1)
-        version = await self.operations.load_version(weights, lambda plan: Desired(revision, plan.version, weights))
+        version = await self.operations.load_version(
+            weights, lambda plan: Desired(revision, plan.version, weights, drained=self.desired.drained)
+        )
         await self._inform()
         return version
 
@@ -97,6 +99,31 @@ class Serving:
             self.desired = self.desired._replace(revision=revision, unloaded=True)
             self._take_out_of_service(self.desired)
         await self.wait_idle()
+
+    async def drain(self, host: str, revision: int = 0, *, undo: bool = False) -> None:
+        """Have the workers of a host leave, one at a time, and admit none; or admit them again if `undo`.
+
+        Raises:
+            OperationInProgressError: another operation is in progress.
+            DrainError: no other host has a ready replica of a stage, and nothing has changed; or a worker has not left in time.
+        """
+        with self.operations.exclusive(f"draining {host}"):
+            former = frozenset(self.desired.drained)
+            drained = former - {host} if undo else former | {host}
+            if not undo:
+                self.operations.check_other_hosts(drained)
+            follows, revision = self.served == self.desired, max(revision, self.desired.revision + 1)
+            self._set_desired(self.desired._replace(revision=revision, drained=tuple(sorted(drained))))
+            if follows:
+                self.served = self.desired
+            logger.info("host=%s %s", host, "may serve again" if undo else "is drained: its workers leave")
+            await self._inform()
+            if not undo:
+                await self.operations.wait_left(host)
+
+    def _set_desired(self, desired: Desired) -> None:
+        self.desired, self._registry.goal.drained = desired, frozenset(desired.drained)
+        self._registry.reconcile()
 
     async def wait_idle(self) -> None:
         """Wait until no request is open. Frontends first, because they may still have requests that they meant for this leader."""
@@ -113,8 +140,8 @@ class Serving:
         own = desired.rank == self.desired.rank and self._requests.has_begun
         if older or own or desired == self.desired:
             return
-        logger.info("another leader serves version %s: loading it revision=%d", desired.version.name, desired.revision)
-        self.desired = desired
+        logger.info("another leader serves version %s revision=%d", desired.version.name, desired.revision)
+        self._set_desired(desired)
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
         self._on_change()
@@ -122,6 +149,9 @@ class Serving:
     async def _follow(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while (desired := self.desired) != self.served:
+            if desired == self.served._replace(revision=desired.revision, drained=desired.drained):
+                self.served = desired
+                continue
             if desired.unloaded:
                 self._take_out_of_service(desired)
                 continue

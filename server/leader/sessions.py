@@ -279,6 +279,8 @@ class FrontendSession:
                 version = await serving.load_version(asked.weights, asked.revision)
             case "unload":
                 await serving.unload(asked.revision)
+            case "drain" | "undrain" as verb:
+                await serving.drain(asked.host, asked.revision, undo=verb == "undrain")
             case "rolling-restart":
                 async with aclosing(serving.operations.restart_workers()) as steps:
                     async for step in steps:

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ class Models:
             removed one.
         requests: the Unix socket at which frontends request changes.
         replaces: the processes of another service use the same sockets, until those of this one are ready.
+        upgrade: has a new service take the place of this one; returns why it does not.
     Raises:
         UserError, ModelError: the settings of a model are invalid, a file is missing, or a model cannot be exported.
 
@@ -125,8 +126,10 @@ class Models:
         changes: dict[str, Table | None],
         requests: str,
         replaces: bool,
+        upgrade: Callable[[], Awaitable[str]],
     ) -> None:
         self.changes = changes
+        self._upgrade = upgrade
         self.groups: dict[str, Group] = {}
         self.turn = asyncio.Lock()
         self._settings = settings
@@ -192,13 +195,16 @@ class Models:
             each.supervisors[role].signal_all(signum)
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Make the change that a frontend requests. The reply is why the models are unchanged, or an empty text if they have changed."""
+        """Make the change that a frontend requests. The reply is why nothing has changed, or an empty text."""
         with contextlib.closing(writer):
             sock: socket.socket = writer.get_extra_info("socket")
             pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
             if uid != os.getuid():
                 return
             change = msgspec.json.decode(await reader.readline(), type=ModelChange)
+            if change.action == "upgrade":
+                writer.write(msgspec.json.encode(await self._upgrade()))
+                return
             async with self.turn:
                 await asyncio.sleep(
                     0
@@ -233,7 +239,7 @@ class Models:
             if settings is None or name not in self.groups:
                 await self._attempt(name, self._set(name, settings, START_TIMEOUT_S))
             elif settings != self._given[name]:
-                logger.warning("the settings of model %s changed in %s; send SIGUSR2 to apply them", name, file)
+                logger.warning("the settings of model %s changed in %s; `multiworld upgrade` applies them", name, file)
         if self.groups.keys() == shares.keys():
             self._shares.set(shares)
         self.changes.clear()

@@ -2,7 +2,7 @@
 
 This process carries no request. It imports what the others need and forks them, so that a restart takes milliseconds. It opens all
 listening sockets and passes them on, so a restarted process continues on the same port, and clients that connect meanwhile wait instead
-of being refused. When it stops, it refuses new connections. On SIGUSR2, a new `multiworld serve` takes its place; see `upgrade.py`.
+of being refused. When it stops, it refuses new connections. On request, a new `multiworld serve` takes its place; see `upgrade.py`.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class Service:
         self._settings = settings
         self._upgrade = upgrade
         self._stop = asyncio.Event()
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[object]] = set()
         """Upgrades and changes of the models that run or wait."""
         self._requests, name = unix_socket(socket.SOCK_STREAM)
         stack.enter_context(self._requests)
@@ -93,6 +93,7 @@ class Service:
             changes=upgrade.changes,
             requests=name,
             replaces=upgrade.replaces,
+            upgrade=self._replace_this,
         )
 
     def import_programs(self) -> None:
@@ -148,7 +149,7 @@ class Service:
         logger.info("stopping; a second signal ends all processes at once")
         self._stop.set()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, object]) -> None:
         self._changes.add(task := asyncio.create_task(work))
         task.add_done_callback(self._changes.discard)
 
@@ -157,26 +158,29 @@ class Service:
         await self.models.frontends.serve()
         self._upgrade.replace()
 
-    async def _replace_this(self) -> None:
-        """Start a new service. When it serves, it gets all signals, and this one stops."""
+    async def _replace_this(self) -> str:
+        """Start a new service. When it serves, it gets all signals, and this one stops. Returns why this one continues."""
+        try:
+            await self._start_successor()
+        except UserError as error:
+            logger.error("no upgrade, and this service continues: %s", error)  # noqa: TRY400 - the traceback adds nothing
+            return str(error)
+        return ""
+
+    async def _start_successor(self) -> None:
         turn, loop = self.models.turn, asyncio.get_running_loop()
         if any(group.is_reachable for group in self.models.groups.values()):
-            logger.error(
-                "no upgrade: workers of other machines may join the leaders; restart the programs one at a time"
-            )
-            return
+            raise UserError("workers of other machines may join the leaders; restart the programs one at a time")
         if turn.locked():
-            logger.error("no upgrade: the last one, or a change of the models, has not ended")
-            return
+            raise UserError("the last upgrade, or a change of the models, has not ended")
         async with turn:
             successor = await self._upgrade.start_successor(self.models.changes)
-        if successor is not None:
-            await turn.acquire()  # after each SIGHUP that has arrived meanwhile; nothing changes here any more
-            logger.info("upgraded: the new supervisor serves pid=%d", successor.pid)
-            for signum in SIGNALS:
-                loop.add_signal_handler(signum, successor.send, signum)
-            os.environ.pop("NOTIFY_SOCKET", None)  # for systemd, the service does not stop
-            self._stop.set()
+        await turn.acquire()  # after each SIGHUP that has arrived meanwhile; nothing changes here any more
+        logger.info("upgraded: the new supervisor serves pid=%d", successor.pid)
+        for signum in SIGNALS:
+            loop.add_signal_handler(signum, successor.send, signum)
+        os.environ.pop("NOTIFY_SOCKET", None)  # for systemd, the service does not stop
+        self._stop.set()
 
     async def _reload(self) -> None:
         """Read the models of the settings file again. After an upgrade, the new service reads its files again."""

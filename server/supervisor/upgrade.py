@@ -1,9 +1,9 @@
 """A new `multiworld serve` replaces a running one without an outage: with new code, new settings, and the same process id.
 
-On SIGUSR2, the supervisor starts its command line again. This successor inherits the listening sockets and starts leaders, workers and
-frontends of its own. Its frontends accept connections when all of its models are ready. Then the predecessor stops its processes as on
-SIGTERM, and executes `forwarder.py`. If the successor ends before it is ready, or is not ready in time, the predecessor continues as if
-nothing had happened.
+On request of `multiworld upgrade`, or on SIGUSR2, the supervisor starts its command line again. This successor inherits the listening
+sockets and starts leaders, workers and frontends of its own. Its frontends accept connections when all of its models are ready. Then the
+predecessor stops its processes as on SIGTERM, and executes `forwarder.py`. If the successor ends before it is ready, or is not ready in
+time, the predecessor continues as if nothing had happened.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.config.process import exit_with_parent
 from multiworld_serving.common.config.sources import option
 from multiworld_serving.common.http.listener import bind
@@ -76,13 +77,15 @@ class Upgrade:
             os.close(fd)
         self._fds.clear()
 
-    async def start_successor(self, changes: Mapping[str, object]) -> ChildProcess | None:
+    async def start_successor(self, changes: Mapping[str, object]) -> ChildProcess:
         """Start the command line of this process again, and wait until the new process serves.
 
         Args:
             changes: of the models; the new process makes them too.
         Returns:
-            The new process. None if it could not be started, has ended, or was not ready in time: the log says why.
+            The new process.
+        Raises:
+            UserError: it could not be started, has ended, or was not ready in time.
         """
         reader, writer = os.pipe()
         fds = {**{name: sock.fileno() for name, sock in self._sockets.items()}, _READY: writer}
@@ -92,8 +95,7 @@ class Upgrade:
             try:
                 child = ChildProcess.spawn([sys.executable, *sys.orig_argv[1:]], environment, list(fds.values()))
             except OSError as error:
-                logger.error("the upgrade failed: the new process cannot be started: %s", error)  # noqa: TRY400
-                return None
+                raise UserError(f"the new supervisor cannot be started: {error}") from error
             finally:
                 os.close(writer)
             logger.info("upgrading: the new supervisor starts pid=%d", child.pid)
@@ -106,11 +108,9 @@ class Upgrade:
             except TimeoutError:
                 why = f"was not ready within {START_TIMEOUT_S:g} s and was killed"
             finally:
-                if self.successor is None:
-                    status = status_text(child.reap())
-                    logger.error(
-                        "the upgrade failed: the new supervisor %s status=%s; this service continues", why, status
-                    )
+                status = "" if self.successor is not None else status_text(child.reap())
+        if self.successor is None:
+            raise UserError(f"the new supervisor {why} status={status}; its log says more")
         return self.successor
 
     def become_forwarder(self) -> None:

@@ -181,9 +181,7 @@ def test_models_of_the_settings_file_serve_after_sighup_and_commands_outlast_an_
         assert infer(service, "second") == 200
 
     file.write_text(FILE + TABLE.format("second"))
-    seen = len(service.lines)
-    os.kill(service.pid, signal.SIGUSR2)
-    says(service, "upgraded", seen)
+    assert main(["upgrade", "--url", service.url]) == 0
     assert [infer(service, each) for each in ("first", "second", "third")] == [200, 200, 200]
 
     seen = len(service.lines)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
+from multiworld_serving.cli.main import main
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.services import says, small_service
@@ -32,15 +33,17 @@ def start_program(arguments: Sequence[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def test_service_continues_when_its_successor_freezes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_continues_when_its_successor_freezes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(LocalService, "start_program", staticmethod(start_program))
     headers = {"content-type": "image/jpeg"}
     with small_service() as service:
         for _ in range(2):
             seen = len(service.lines)
-            os.kill(service.pid, signal.SIGUSR2)
+            assert main(["upgrade", "--url", service.url]) == 1
+            assert f"was not ready within {START_TIMEOUT_S} s and was killed" in capsys.readouterr().err
             successor = int(says(service, "upgrading", seen)["pid"])
-            says(service, f"was not ready within {START_TIMEOUT_S} s and was killed", seen)
             with pytest.raises(ProcessLookupError):
                 os.kill(successor, 0)
             answer = httpx.post(f"{service.url}/predict", content=photo(), headers=headers, timeout=60)

@@ -1,7 +1,9 @@
-"""The routes of the admin port that change the service: rolling restart, and Triton's model repository extension.
+"""The routes of the admin port that change the service: models, rolling restart, drained hosts, and Triton's model repository extension.
 
 POST /admin/models                          {"action": "add", "name": "detector", "source": "detector.bundle", "settings": {"stages": "1"}}
 POST /admin/rolling-restart
+POST /admin/upgrade
+POST /admin/drain                           {"host": "b.example", "undo": false}
 POST /v2/repository/index
 POST /v2/repository/models/{model}/load     {"parameters": {"weights": "random:1"}}, or `config` as sent by Triton's clients
 POST /v2/repository/models/{model}/unload
@@ -13,13 +15,15 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from multiworld.texts import MAX_HOST_CHARS
 from multiworld_serving.common.service.administration import OperationInProgressError, RestartFailedError
 from multiworld_serving.common.service.errors import (
     BodyTooLargeError,
@@ -36,6 +40,8 @@ from multiworld_serving.server.frontend.http.route import Endpoint, route
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 * 1024
+_UPGRADE_S = 1000.0
+"""Longer than the supervisor gives a new one to start."""
 
 
 class _Text(Struct, forbid_unknown_fields=True):
@@ -58,6 +64,13 @@ class _LoadParameters(Struct, forbid_unknown_fields=True):
     weights: str | None = None
     config: str | None = None
     unload_dependents: bool = False
+
+
+class _DrainRequest(Struct, forbid_unknown_fields=True):
+    """The body of POST /admin/drain."""
+
+    host: Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)]
+    undo: bool = False
 
 
 class _RepositoryRequest(Struct):
@@ -83,7 +96,7 @@ class AdminRoutes:
 
     groups: ModelGroups
     change: Callable[[ModelChange], Awaitable[None]] | None = None
-    """Has the supervisor change the models; None without a supervisor."""
+    """Has the supervisor make a change; None without a supervisor."""
 
     def routes(self) -> list[Route]:
         """The routes, for the application of the admin port."""
@@ -91,6 +104,8 @@ class AdminRoutes:
         return [
             route("/admin/models", self.change_models, "POST"),
             route("/admin/rolling-restart", self.rolling_restart, "POST"),
+            route("/admin/upgrade", self.upgrade, "POST"),
+            route("/admin/drain", self.drain, "POST"),
             route("/v2/repository/index", _json_endpoint(self._index), "POST"),
             route(f"{models}/load", _json_endpoint(self._load), "POST"),
             route(f"{models}/unload", _json_endpoint(self._unload), "POST"),
@@ -106,6 +121,17 @@ class AdminRoutes:
         chosen = list(self.groups) if model is None else self.groups.matching(model)
         return StreamingResponse(_lines(_restarts(chosen)), media_type="application/x-ndjson")
 
+    async def drain(self, request: Request) -> Response:
+        """Drain a host, or use it again: for all models, one after another."""
+        _check_json(request)
+        try:
+            asked = msgspec.json.decode(await _read(request), type=_DrainRequest)
+        except msgspec.MsgspecError as error:
+            raise InferenceRequestError(f"the body is invalid: {error}; send the name of a host, as `host`") from error
+        for group in self.groups:
+            await group.pool.drain(asked.host, undo=asked.undo)
+        return JSONResponse({})
+
     async def change_models(self, request: Request) -> Response:
         """Have the supervisor add or remove a model, or divide its requests. The change continues if the client disconnects."""
         _check_json(request)
@@ -115,8 +141,18 @@ class AdminRoutes:
             raise InferenceRequestError(
                 f"the body is invalid: {error}; send action, name, and source of a model"
             ) from error
+        return await self._request(change)
+
+    async def upgrade(self, request: Request) -> Response:
+        """Have a new supervisor take the place of this one. It continues if the client disconnects."""
+        _check_json(request)
+        return await self._request(ModelChange("upgrade", timeout_s=_UPGRADE_S))
+
+    async def _request(self, change: ModelChange) -> Response:
         if self.change is None:
-            raise InferenceRequestError("this frontend was not started by `multiworld serve`, which starts models")
+            raise InferenceRequestError(
+                "this frontend was not started by `multiworld serve`: start, stop and upgrade its programs one at a time"
+            )
         await self.change(change)
         return JSONResponse({}, headers={} if change.action == "share" else {"Connection": "close"})  # others serve now
 

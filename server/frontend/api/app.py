@@ -217,6 +217,8 @@ _ADMIN_ENDPOINTS = {
     "GET /events": "state and events as server-sent events",
     "GET /metrics": "Prometheus metrics",
     "POST /admin/models": "add a model to the service, or remove one",
+    "POST /admin/drain": "take the workers of a host out of service, or put them back with undo: true",
+    "POST /admin/upgrade": "replace all processes by those of the code and settings that are installed now",
     "POST /admin/rolling-restart": "restart all workers in turn; ?model=MODEL restarts those of one model",
     "POST /v2/repository/index": "the versions of all models",
     "POST /v2/repository/models/MODEL/load": "load a version",

@@ -246,6 +246,11 @@ class LeaderPool:
         async for _ in self._operate("unload"):
             pass
 
+    async def drain(self, host: str, *, undo: bool) -> None:
+        """Drain a host, or use it again. Raises an error of `administration`, or NotReadyError as for `load_version`."""
+        async for _ in self._operate("undrain" if undo else "drain", host=host):
+            pass
+
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
         """Restart every worker in turn; yields each step."""
         async with aclosing(self._operate("rolling-restart")) as steps:
@@ -253,7 +258,9 @@ class LeaderPool:
                 if isinstance(step, Step):
                     yield step.step
 
-    async def _operate(self, operation: OperationName, weights: str | None = None) -> AsyncGenerator[Step | Done, None]:
+    async def _operate(
+        self, operation: OperationName, weights: str | None = None, host: str = ""
+    ) -> AsyncGenerator[Step | Done, None]:
         """Have the acting leader perform an operation. If it is lost, the next one does, unless steps have been reported."""
         revision = 1 + (0 if self.leaders.desired is None else self.leaders.desired.revision)
         error: NotReadyError = NotReadyError("no leader is connected; wait until one is")
@@ -262,7 +269,9 @@ class LeaderPool:
             if link is None:
                 break
             try:
-                async with aclosing(link.connected().stream(AdminOperation(operation, weights, revision))) as steps:
+                async with aclosing(
+                    link.connected().stream(AdminOperation(operation, weights, revision, host))
+                ) as steps:
                     async for step in steps:
                         yield step
                 return

@@ -24,7 +24,7 @@ _MAX_FAILED_STARTS = 8
 _GIVEN_UP_S = 30.0
 """When such a worker asks again."""
 ELSEWHERE_S = 1.0
-"""When a worker asks again that no leader takes."""
+"""When a worker asks again that no leader takes, or whose host is drained."""
 _WORKERS_RETURN_S = 2.5
 """Workers that have lost their leader join the next one within this time of each other: the longest pause between their attempts is 2 s."""
 _MOVE_S = 0.1
@@ -70,6 +70,8 @@ class Joining:
 
     def wait_s(self, request: JoinRequest) -> float:
         """Seconds until this worker may ask again; 0 if it may join now."""
+        if request.host in self._goal.drained:
+            return ELSEWHERE_S
         former = self._placement.live_worker(request.worker)
         if former is None:
             if self.breaker.given_up(request.worker, self._attempt(request)):

@@ -66,6 +66,7 @@ class Goal:
         serving: the current version, and the former one until its requests have ended.
         loading: the version that is to follow.
         restart: the worker that is to be restarted.
+        drained: the hosts whose workers are to leave.
         settle_until_s: until then, more workers with stages in memory are expected: nothing is promoted or reassigned.
         moved_s: when a worker was reassigned last.
         destined: the stage that a worker takes when it joins again, by name of the worker.
@@ -74,6 +75,7 @@ class Goal:
     serving: tuple[int, ...]
     loading: Loading | None = None
     restart: Worker | None = None
+    drained: frozenset[str] = frozenset()
     settle_until_s: float = float("-inf")
     moved_s: float = float("-inf")
     destined: dict[str, int] = field(default_factory=dict)
@@ -163,6 +165,10 @@ def reconcile(goal: Goal, placement: Placement, now_s: float) -> Steps:
             steps.now.append(RemoveSlot(slot))
     if goal.loading is not None:
         _load(goal.loading, placement, steps, now_s)
+    leaving = _leaving(goal, placement)
+    if leaving is not None:
+        steps.now.append(WorkerStep("restart", leaving))
+        return steps
     if steps.at(goal.settle_until_s, now_s):
         _fill(goal, placement, steps, now_s)
     if goal.restart is not None and _may_restart(goal.restart, placement):
@@ -174,6 +180,16 @@ def _kept_until_s(slot: Slot) -> float:
     """How long the slot of a failed worker is kept for a successor. Spares have no slot without a worker."""
     failed_s = slot.worker.since_s if slot.worker is not None else 0.0
     return failed_s + (0.0 if slot.id.stage is None else _SLOT_RETENTION_S)
+
+
+def _leaving(goal: Goal, placement: Placement) -> Worker | None:
+    """The next worker of a drained host that leaves: a spare, or a replica of a stage that another host serves, too."""
+    if not goal.drained or any(each.busy_with or each.state == "draining" for each in placement.workers()):
+        return None
+    ready = placement.ready()
+    staying = {None, *(each.slot.stage for each in ready if each.request.host not in goal.drained)}
+    leaving = (each for each in ready if each.request.host in goal.drained and each.slot.stage in staying)
+    return next(leaving, None)
 
 
 def _may_restart(worker: Worker, placement: Placement) -> bool:

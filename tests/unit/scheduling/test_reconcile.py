@@ -56,6 +56,9 @@ class Cluster:
             return
         host, gpu = ("host", f"gpu-{number % 2}") if self.one_host else (f"host-{number % 2}", "")
         request = JoinRequest(f"w{number}", "cpu", host, 1, gpu=gpu)
+        if host in self.goal.drained:
+            self.after(1.0, lambda: self.join(number))
+            return
         held = self.random.randrange(self.placement.num_stages)
         # In the beginning, as after the start of a leader, workers keep the stage that another leader has assigned.
         stage, destined = held, self.goal.destined.pop(f"w{number}", None)
@@ -216,3 +219,19 @@ def test_everything_serves_in_the_end_when_workers_are_killed_at_random(seed: in
     assert {tuple(worker.loaded) for worker in placement.workers()} == {cluster.goal.serving}
     for stage in range(placement.num_stages):
         assert all(worker.replicas == {cluster.goal.serving[0]: True} for worker in placement.workers(stage))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_workers_of_a_drained_host_leave_unless_their_stage_is_nowhere_else(seed: int) -> None:
+    cluster = Cluster(seed)
+    cluster.run(150)
+    placement, stages = cluster.placement, range(cluster.placement.num_stages)
+    elsewhere = [any(worker.request.host == "host-0" for worker in placement.ready(stage)) for stage in stages]
+    cluster.goal.drained = frozenset({"host-1"})
+    cluster.run(cluster.now_s + 30)
+    assert all(placement.ready(stage) for stage in stages)
+    if all(elsewhere):
+        assert {worker.request.host for worker in placement.workers()} == {"host-0"}
+    cluster.goal.drained = frozenset()
+    cluster.run(cluster.now_s + 10)
+    assert "host-1" in {worker.request.host for worker in placement.workers()} or placement.num_workers() == 1
