@@ -25,7 +25,7 @@ from multiworld_serving.common.settings.serve import ServeSettings
 from multiworld_serving.deploy.health import health_error
 from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec, ProcessState
 from multiworld_serving.deploy.ray.placement import ActorPlacement, NodeResources, place, total
-from multiworld_serving.server.supervisor.models import by_name
+from multiworld_serving.server.supervisor.model_settings import by_name
 from multiworld_serving.server.supervisor.programs import (
     Role,
     frontend_values,

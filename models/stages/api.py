@@ -145,7 +145,7 @@ class Stage:
     def setup(self, device: str) -> None:
         """Load what calls need. A worker serves when it has returned, and `example` has been computed."""
 
-    def __call__(self, rows: Sequence[Any], /) -> Sequence[Any]:
+    def __call__(self, rows: Sequence[Any], /) -> Any:
         """Compute a batch: one result for each row, in their order. It may be `async def`.
 
         The rows are requests in the first stage, and otherwise results of the stage before. Results are None, bool, int, float, str,

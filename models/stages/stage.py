@@ -184,7 +184,7 @@ class PythonStage(ObjectStage):
                     return error
         return row
 
-    def _call(self, rows: list[Any]) -> Sequence[Any]:
+    def _call(self, rows: list[Any]) -> Any:
         """One result for each row. If InvalidInput is raised for several rows, each is computed alone. Raises StageFailedError."""
         try:
             found = self._stage(rows)
@@ -198,7 +198,9 @@ class PythonStage(ObjectStage):
         is_list = isinstance(found, Sequence | Tensor) and not isinstance(found, str | bytes)
         if not is_list or len(found) != len(rows):
             count = f"{len(found)} results" if is_list else type(found).__name__
-            raise StageFailedError(f"the stage {self.name} returned {count} for {len(rows)} rows; expected one for each")
+            raise StageFailedError(
+                f"the stage {self.name} returned {count} for {len(rows)} rows; expected one for each"
+            )
         return found
 
 

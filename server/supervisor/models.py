@@ -9,10 +9,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,17 @@ from multiworld_serving.common.config.process import first_of
 from multiworld_serving.common.service.model_change import ModelChange
 from multiworld_serving.common.service.model_files import (
     available_weights,
-    check_model_files,
     path_in,
     pipeline_source,
     served_name,
     with_description,
 )
 from multiworld_serving.common.service.model_versions import model_and_version, versions_of
-from multiworld_serving.common.settings.serve import MODEL_NAME, MODEL_NAME_ALLOWED, OF_MODEL, ServeSettings
+from multiworld_serving.common.settings.serve import OF_MODEL, ServeSettings
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.models.stages.pipeline import describe, describe_meanwhile
 from multiworld_serving.server.supervisor.group import Group
+from multiworld_serving.server.supervisor.model_settings import checked
 from multiworld_serving.server.supervisor.notify import CREDENTIALS
 from multiworld_serving.server.supervisor.programs import (
     START_TIMEOUT_S,
@@ -382,23 +381,3 @@ def _prefix(name: str) -> str:
 
 def _is_path(text: str) -> bool:
     return "/" in text or Path(text).suffix != ""
-
-
-def checked(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
-    """The settings of each model by its name, when its files are checked. Raises UserError or ModelError."""
-    for each in groups:
-        check_model_files(each)
-    return by_name(groups)
-
-
-def by_name(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
-    """The settings of each model by its name. Raises UserError."""
-    models: dict[str, ServeSettings] = {}
-    for each in groups:
-        name = served_name(each)
-        if len(groups) > 1 and not re.fullmatch(MODEL_NAME, name):
-            raise UserError(f"the model {name!r} needs a name of {MODEL_NAME_ALLOWED}; write NAME={each.model_source}")
-        if model_and_version(name) in map(model_and_version, models):
-            raise UserError(f"two models have the name {name!r}: choose different ones with NAME=SOURCE")
-        models[name] = each
-    return models

@@ -136,6 +136,8 @@ def _generated(client: httpx.Client, model: str | None, rows: int | None, seed: 
     name = quote(model or names[0])
     path = "/predict" if len(names) == 1 else f"/predict/{name}"
     metadata = client.get(f"/v2/models/{name}").raise_for_status().json()
+    if not metadata["inputs"]:
+        raise UserError(f"the inputs of the model {name} are not described: give the bodies of requests with --file")
     parameters = metadata["parameters"]
     images = photos(_COUNT, seed)
     if rows is None and "input_datatypes" in parameters and _classifies(client, path, images[0]):

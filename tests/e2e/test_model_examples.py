@@ -3,15 +3,19 @@
 import importlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -20,13 +24,20 @@ from PIL import Image
 from examples.digits import train as digits
 from examples.segmentation.pipeline import SIZE, pixels
 from examples.text_classifier import model as text_model
-from examples.text_classifier.pipeline import tokens
+from examples.text_classifier.pipeline import Tokenize
 from multiworld_serving.cli.main import main
 from multiworld_serving.common.service.predictor import ImageSizes
 from multiworld_serving.models.bundle.files import read_bundle
+from multiworld_serving.models.stages.api import Request
+from multiworld_serving.models.stages.local import LocalPipeline
+from multiworld_serving.models.stages.pipeline import PipelineSource
+from multiworld_serving.models.stages.responses import response_of
 from multiworld_serving.server.frontend.api.images import image_tensor
-from multiworld_serving.testing.local_service import LocalService
+from multiworld_serving.testing.load.clients import run_load
+from multiworld_serving.testing.load.requests import ReferenceRequest, answer_values
+from multiworld_serving.testing.local_service import LocalService, RunningService
 from tests.documents import settings_of
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTED_URL = "http://127.0.0.1:8000"
@@ -79,7 +90,9 @@ def check_labels(answer: bytes, bundle: Path) -> None:
 
 def check_text(answer: bytes, bundle: Path) -> None:
     (text,) = (words[5] for words in commands("text_classifier") if words[0] == "curl")
-    ids = torch.tensor([tokens(text)])
+    tokenize = Tokenize()
+    tokenize.setup()
+    ids = torch.tensor([tokenize.row(text)["ids"]])
     assert len(set(ids[0].tolist())) > 8
     with torch.inference_mode():
         (expected,) = text_model.make().eval()(ids, ids > 0).tolist()
@@ -99,6 +112,46 @@ def check_segmentation(answer: bytes, bundle: Path) -> None:
     assert (found == expected[0].argmax(0)).float().mean() > 0.99  # two classes may be equally good
 
 
+def check_pipeline(attribute: str, image: str = "") -> Callable[[bytes, Path], None]:
+    """The response is that of `multiworld check`."""
+
+    def check(answer: bytes, _: Path) -> None:
+        (example,) = {"labelled": ["detection"], "pipeline": ["iris"]}[attribute]
+        body = Path("examples/images", image).read_bytes() if image else commands(example)[-1][5].encode()
+        source = PipelineSource.parse(f"examples/{example}/pipeline.py:{attribute}")
+        assert source is not None
+        expected = response_of(LocalPipeline(source.load()).result(Request(body, "image/jpeg"))).body
+        assert json.loads(answer) == json.loads(expected)
+
+    return check
+
+
+def check_kills(service: LocalService, ask: list[str]) -> None:
+    """Workers of all stages are killed under load: no request fails, and every response is the one without load."""
+    given, path = ask[ask.index("--data-binary") + 1], ask[-1].removeprefix(DOCUMENTED_URL)
+    body = Path(given[1:]).read_bytes() if given.startswith("@") else given.encode()
+    request = ReferenceRequest(body, ask[3].partition(": ")[2], path=path)
+    model = path.removeprefix("/predict/") if path.startswith("/predict/") else None
+    with httpx.Client(timeout=60) as client:
+        answer = client.post(service.url + path, content=body, headers=request.headers).raise_for_status()
+    request = replace(request, expected=answer_values(answer))
+    running = RunningService(service.url, model=model)
+    with run_load(service.url, [request], clients=4) as load:
+        for stage in range(len(running.status()["stages"])):
+            count = len(load.samples)
+            victim = running.status()["stages"][stage]["replicas"][0]
+            os.kill(victim["pid"], signal.SIGKILL)
+
+            def is_replaced(stage: int = stage, old: int = victim["pid"], count: int = count) -> bool:
+                found = running.status()["stages"][stage]["replicas"]
+                return len(load.samples) > count + 4 and all(
+                    each["state"] == "ready" and each["pid"] != old for each in found
+                )
+
+            wait_until(is_replaced)
+    assert not load.failed
+
+
 @pytest.mark.parametrize(
     ("example", "check"),
     [
@@ -107,6 +160,8 @@ def check_segmentation(answer: bytes, bundle: Path) -> None:
         ("vision_transformer", check_labels),
         ("text_classifier", check_text),
         ("segmentation", check_segmentation),
+        ("detection", check_pipeline("labelled", "clock.jpg")),
+        ("iris", check_pipeline("pipeline")),
     ],
 )
 def test_commands_of_the_readme_serve_the_model(
@@ -118,13 +173,19 @@ def test_commands_of_the_readme_serve_the_model(
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
-    *prepare, serve, ask = commands(example)
+    listed = commands(example)
+    at = next(index for index, words in enumerate(listed) if words[:2] == ["multiworld", "serve"])
+    prepare, serve, asks = listed[:at], listed[at], listed[at + 1 :]
     for words in prepare:
         run(words, "", capsys)
-    assert serve[:2] == ["multiworld", "serve"]
-    settings: dict[str, Any] = dict(settings_of(serve[2:]))
-    with LocalService(heartbeat_timeout_s=10, **settings) as service:
-        check(run(ask, service.url, capsys), next(tmp_path.rglob("*.bundle")))
+    settings: dict[str, Any] = {}
+    for name, value in settings_of(serve[2:]):
+        settings[name] = f"{settings[name]},{value}" if name in settings else value
+    with LocalService(heartbeat_timeout_s=10, hang_timeout_s=100, timeout_s=200, **settings) as service:
+        answers = [run(ask, service.url, capsys) for ask in asks]
+        check(answers[-1], next(tmp_path.rglob("*.bundle"), tmp_path))
+        if ".py:" in settings["model"]:
+            check_kills(service, asks[-1])
 
 
 def test_digits_are_trained_and_written(tmp_path: Path) -> None:

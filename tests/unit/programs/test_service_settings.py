@@ -17,7 +17,7 @@ from multiworld_serving.common.config.sources import load
 from multiworld_serving.common.service.model_files import served_name
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
-from multiworld_serving.server.supervisor.models import by_name
+from multiworld_serving.server.supervisor.model_settings import by_name
 from multiworld_serving.server.supervisor.programs import frontend_values, leader_values, memory_file
 
 PORTS: dict[str, Any] = {"http_port": 0, "join_port": 0, "admin_port": 0}

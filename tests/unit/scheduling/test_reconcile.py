@@ -223,7 +223,7 @@ def test_everything_serves_in_the_end_when_workers_are_killed_at_random(seed: in
 
 @pytest.mark.parametrize("seed", range(30))
 def test_workers_of_a_drained_host_leave_unless_their_stage_is_nowhere_else(seed: int) -> None:
-    cluster = Cluster(seed)
+    cluster = Cluster(seed, one_host=False)
     cluster.run(150)
     placement, stages = cluster.placement, range(cluster.placement.num_stages)
     elsewhere = [any(worker.request.host == "host-0" for worker in placement.ready(stage)) for stage in stages]

@@ -148,7 +148,7 @@ async def test_tensors_and_texts_of_the_open_inference_protocol_are_rows(client:
 
 
 async def test_binary_data_goes_in_and_out(client: httpx.AsyncClient) -> None:
-    values = np.float32([[1.5, 2]])
+    values = np.array([[1.5, 2]], np.float32)
     described, data = binary_tensor("FP32", [1, 2], values.tobytes())
     arguments = request((described | {"name": "x"}, data), parameters={"binary_data_output": True})
     response = await client.post("/v2/models/echo/infer", **arguments)

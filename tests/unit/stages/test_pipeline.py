@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from multiworld_serving.common.service.model_files import with_description
 from multiworld_serving.common.settings.leader import LeaderSettings
@@ -64,7 +65,7 @@ def test_a_pipeline_is_described_without_importing_it_here(tmp_path: Path) -> No
     assert found.path == "/v1/search"
     assert found.request_schema is not None
     assert "text" in str(found.request_schema)
-    settings = with_description(LeaderSettings(token="t", model=f"{tmp_path}/described.py:pipeline"), found)
+    settings = with_description(LeaderSettings(token=SecretStr("t"), model=f"{tmp_path}/described.py:pipeline"), found)
     assert (settings.stages, settings.replicas_by_stage) == (4, (3, 2, 2, 2))
 
 

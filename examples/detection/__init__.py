@@ -1,0 +1,1 @@
+"""Detection with non-maximum suppression."""
