@@ -60,7 +60,7 @@ class Session:
         self.serving = False
         """True once a stage is loaded and warmed up."""
         self.device_failed = False
-        """True once a batch failed because the GPU cannot be used by this process any more. The world ends then."""
+        """True once a batch or a stage failed because the GPU cannot be used by this process any more. The world ends then."""
         self.released = False
         """True once the leader has asked this worker to join another one."""
         self._on_restart = on_restart
@@ -145,6 +145,7 @@ class Session:
             load_s = await stage.load(self._engine, self, fetch)
         except Exception:
             logger.exception("world=%s the stage cannot be loaded", world.name)
+            self._end_if_device_failed()
             raise
         assert stage.loaded is not None, "`load` has returned"
         made = stage.loaded.optimized
@@ -175,14 +176,19 @@ class Session:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)
             logger.exception("world=%s stage=%d %s a batch raised", world.name, batch.stage, stage.spec.blocks[0])
-            if await self._engine.has_failed(self, error):
-                self.device_failed = True
-                world.fail(Cause.ERROR, world.rank, "the GPU has failed for this process")
+            self._end_if_device_failed()
             outcome = "failed"
             return Failed.of(error), b""
         finally:
             self._batches -= 1
             self._metrics.batch_ended(batch.stage, outcome)
+
+    def _end_if_device_failed(self) -> None:
+        """End the world after an error if the GPU cannot be used by this process any more."""
+        if self._engine.device_failed:
+            self.device_failed = True
+            world = self._link.world
+            world.fail(Cause.ERROR, world.rank, "the GPU has failed for this process")
 
     async def _result(self, batch: Batch, stage: AssignedStage, payload: memoryview) -> Reply:
         """Compute a batch. The input is dropped on return: it may lie in memory of its producer. Raises RowsLostError."""

@@ -72,8 +72,9 @@ class LeaderSettings(ServiceSettings):
     """Execution mode of the workers: eager runs the model as written, bit for bit; fused folds batch normalization into the convolutions
     and fuses them with what follows (differs by 1e-6); compile starts like fused, runs torch.compile in the background, and changes to
     the compiled code when it is ready."""
-    precision: Literal["float32", "bfloat16", "float16", "auto"] = setting("float32", "Pipeline")
-    """Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware."""
+    precision: Literal["float32", "tf32", "bfloat16", "float16", "auto"] = setting("float32", "Pipeline")
+    """Precision inside the stages; auto uses bfloat16 if the worker's device supports it in hardware. tf32 is float32 except on GPUs since
+    Ampere."""
     edge_dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "Pipeline")
     """dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values."""
     join_host: str = setting("127.0.0.1", "Network")
@@ -162,7 +163,7 @@ class LeaderSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _precision_fits(self) -> Self:
-        if self.optimize == "eager" and self.precision in ("bfloat16", "float16"):
+        if self.optimize == "eager" and self.precision in ("tf32", "bfloat16", "float16"):
             raise ValueError(
                 f"precision {self.precision} requires optimize fused or optimize compile; eager uses float32"
             )

@@ -5,12 +5,13 @@ Folds batch normalisation into weights, uses channels-last layout and a lower pr
 
 from __future__ import annotations
 
+import logging
 import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from multiworld_serving.models.bundle.stage import BundleStage
@@ -29,6 +30,8 @@ from multiworld_serving.models.optimize.graphs import (
 )
 from multiworld_serving.models.optimize.precision import lower
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
+
+logger = logging.getLogger(__name__)
 
 _LINEAR = aten.linear.default
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
@@ -49,6 +52,12 @@ class OptimizedStage:
     module: nn.Module
     mode: ExecutionMode
     why: str
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """Compute a batch on its device in the precision of `mode`."""
+        with self.mode.active(batch.device):
+            output: Tensor = self.module(batch)
+        return output
 
 
 def optimize(
@@ -75,7 +84,7 @@ def optimize(
                 expected = stage(example)
             made = folded(stage, workload, mode.dtype, fused=fusable(device, mode.dtype))
             place(made.module, device)
-            with torch.inference_mode():
+            with torch.inference_mode(), mode.active(device):
                 off = deviation_of_rows(made(example.to(device)).cpu(), expected, stage.spec, mode.precision)
         except MemoryError:
             raise
@@ -85,6 +94,7 @@ def optimize(
             if off <= TOLERANCE[mode.precision]:
                 return OptimizedStage(made, mode, f"{off:.1g} off")
             why = f"{mode} is {off:.2g} off where {TOLERANCE[mode.precision]:g} is allowed"
+        logger.warning("stage %d is computed as written, slower and in float32: %s", stage.spec.index, why)
     place(stage.module, device)
     return OptimizedStage(stage.to(device), ExecutionMode("eager"), why)
 

@@ -1,18 +1,27 @@
 """What a leader asks of workers, and the execution mode that a device makes of it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from multiworld_serving.models.errors import StageSpecError
 
-Precision = Literal["float32", "bfloat16", "float16", "auto"]
+Precision = Literal["float32", "tf32", "bfloat16", "float16", "auto"]
 Optimize = Literal["eager", "fused", "compile"]
 Method = Literal["eager", "fused", "compiled"]
 
+COMPUTE_DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""dtype of weights and activations, by precision. TF32 rounds only the operands of convolutions and matrix products, inside the GPU."""
 _EDGE_DTYPES = ("float32", "bfloat16", "float16")
 _FAST_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """CPU flags of bfloat16 matrix multiplication: x86 with AMX, x86 with AVX-512, and ARM."""
@@ -23,7 +32,7 @@ class Tuning:
     """Optimization that the leader requests from workers.
 
     Attributes:
-        precision: "auto" is bfloat16 on devices that have it in hardware, and float32 on others.
+        precision: "auto" is bfloat16 on devices that have it in hardware, and float32 on others. "tf32" is float32 on devices without TF32.
         edge_dtype: as which float32 tensors travel between stages.
 
     Raises:
@@ -42,11 +51,13 @@ class Tuning:
         ):
             if value not in known:
                 raise StageSpecError(f"{field} is {value!r}; expected one of {', '.join(known)}")
-        if self.optimize == "eager" and self.precision in ("bfloat16", "float16"):
+        if self.optimize == "eager" and self.precision in ("tf32", "bfloat16", "float16"):
             raise StageSpecError(f"optimize eager computes in float32, not in {self.precision}; choose optimize fused")
 
     def stage_precision(self, device: torch.device) -> str:
         """The precision of the blocks of a stage on this device."""
+        if self.precision == "tf32" and not has_tf32(device):
+            return "float32"
         if self.precision != "auto":
             return self.precision
         return "bfloat16" if self.optimize != "eager" and has_native_bfloat16(device) else "float32"
@@ -72,11 +83,36 @@ class ExecutionMode:
     @property
     def dtype(self) -> torch.dtype:
         """dtype of weights and activations inside the stage."""
-        found: torch.dtype = getattr(torch, self.precision)
-        return found
+        return COMPUTE_DTYPES[self.precision]
+
+    @contextmanager
+    def active(self, device: torch.device) -> Iterator[None]:
+        """Compute float32 on a GPU with or without TF32 while the block runs, in the whole process. cuDNN uses TF32 by default.
+
+        The flags with the old names set those with the new names. If only the new ones are set, torch 2.14 raises errors where it reads
+        the old ones.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        libraries: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = [library.allow_tf32 for library in libraries]
+        try:
+            for library in libraries:
+                library.allow_tf32 = self.precision == "tf32"
+            yield
+        finally:
+            for library, allowed in zip(libraries, before, strict=True):
+                library.allow_tf32 = allowed
 
     def __str__(self) -> str:
         return f"{self.method}/{self.precision}"
+
+
+@lru_cache(maxsize=8)
+def has_tf32(device: torch.device) -> bool:
+    """Whether the device has TF32: GPUs of NVIDIA since Ampere."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @lru_cache(maxsize=8)

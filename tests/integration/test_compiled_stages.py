@@ -1,10 +1,13 @@
 """Stages that torch compiles: equal to the reference at every batch size, and replaced while they serve."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from multiworld_serving.common.wire.protocol import rows_payload
 from multiworld_serving.models.bundle.stage import load_bundle_stage
@@ -75,6 +78,26 @@ def test_compiled_stage_equals_the_reference_for_every_batch_size_and_number_of_
         made(torch.zeros(3, *plan.spec.input_rows.dims, dtype=torch.uint8))
     with pytest.raises(BundleError, match="expected uint8"):
         made(torch.zeros(1, *plan.spec.input_rows.dims))
+
+
+def test_every_size_is_called_until_its_cuda_graph_is_replayed_before_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU compiles in the first call, records in the second, and replays in the third."""
+    calls = list[int]()
+
+    def compile_nothing(module: nn.Module, **_: Any) -> Callable[..., Any]:
+        def called(*inputs: Tensor) -> Any:
+            calls.append(len(inputs[0]))
+            return module(*inputs)
+
+        return called
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    made = compiled(make_bundle_plan(classifier_bundle(tmp_path / "bundle"), 1)[0], "float32")
+    for size in made.sizes:
+        made.compile_for(size)
+    assert calls == [size for size in made.sizes for _ in range(3)]
 
 
 def test_code_that_computes_something_else_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from multiworld_serving.common.config.process import check_memory, release_free_memory
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
@@ -84,7 +84,7 @@ class LoadedStage:
         """Compute with the module of another one from now on."""
         self.optimized, self.row_threads, self.batch_threads = other.optimized, other.row_threads, other.batch_threads
         if isinstance(self.objects, BundleObjects):
-            self.objects.module = other.optimized.module
+            self.objects.module = other.optimized
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,8 @@ class Engine:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         """None ends the thread."""
         self._current: Job | None = None
+        self.device_failed = False
+        """True once this process can never use its GPU again."""
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
@@ -187,16 +189,6 @@ class Engine:
         running = (engine._current for engine in (self, self._loader) if engine is not None)
         return next((job for job in running if job is not None and job.owner is owner), None)
 
-    async def has_failed(self, owner: object, error: Exception) -> bool:
-        """Whether this error of a batch means that the process can never use its GPU again: CUDA fails all calls after some errors."""
-        if "CUDA error" not in str(error):
-            return False
-        try:
-            await self.run(owner, torch.cuda.synchronize, is_batch=True)
-        except Exception:  # noqa: BLE001 - whatever the driver raises
-            return True
-        return False
-
     async def run(self, owner: object, call: Callable[[], Any], *, is_batch: bool = False) -> Any:
         """Run `call` on the engine's thread and return its result. Raises what `call` raises. Cancelling drops a job that has not begun."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -218,8 +210,8 @@ class Engine:
                 return await self._load_python(owner, task, spec)
             found = await self.load(owner, replace(task, spec=spec.bundle))
             rows = spec.max_batch_size or task.max_batch_size
-            module = found.optimized.module
-            objects = BundleObjects(spec.bundle, module, self.device, spec.pad, rows, is_first=spec.is_first)
+            optimized = found.optimized
+            objects = BundleObjects(spec.bundle, optimized, self.device, spec.pad, rows, is_first=spec.is_first)
             return replace(found, spec=spec, objects=objects)
 
         def build() -> OptimizedStage:
@@ -304,13 +296,17 @@ class Engine:
                 return ComputedBatch(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
             with torch_threads(stage.row_threads if len(batch) == 1 else stage.batch_threads):
                 rows = arrived().to(stage.spec.input_rows.dtype)
-                output = self._forward(stage.optimized.module, rows, float32_as, allocate)
+                output = self._forward(stage.optimized, rows, float32_as, allocate)
             return ComputedBatch(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
 
         if objects is not None and objects.concurrency > 1:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(objects.concurrency, thread_name_prefix="stage")
-            return await asyncio.get_running_loop().run_in_executor(self._pool, compute)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._pool, compute)
+            except Exception:
+                await self.run(owner, self._look_for_lost_device, is_batch=True)
+                raise
         result: ComputedBatch = await self.run(owner, compute, is_batch=True)
         return result
 
@@ -318,41 +314,55 @@ class Engine:
         self, owner: object, spec: BundleStageSpec, max_batch_size: int, optimized: OptimizedStage
     ) -> LoadedStage:
         """Run the shapes that batches will have, and find out how many threads to compute them on."""
-        module, share = optimized.module, self._threads
+        share = self._threads
         for threads in (share, 1):  # the last one is the time of a row on one thread
-            row_s = await self.run(owner, partial(self._timed_s, module, spec.example(1), threads))
+            row_s = await self.run(owner, partial(self._timed_s, optimized, spec.example(1), threads))
         found = [share, share]
         several = max_batch_size if self.device.type == "cuda" else min(max_batch_size, _SEVERAL_ROWS)
         for index, batch_size in enumerate((1, several)):
             is_small, batch = batch_size * row_s <= _SMALL_BATCH_S, spec.example(batch_size)
             if is_small and share > 1:
-                found[index] = await self.run(owner, partial(self._threads_of_small, module, batch))
+                found[index] = await self.run(owner, partial(self._threads_of_small, optimized, batch))
             elif is_small or self.device.type == "cuda":  # the first large batch on a CPU takes no longer than others
-                await self.run(owner, partial(self._timed_s, module, batch, share))
+                await self.run(owner, partial(self._timed_s, optimized, batch, share))
         return LoadedStage(spec, optimized, found[0], found[1])
 
-    def _threads_of_small(self, module: nn.Module, batch: Tensor) -> int:
+    def _threads_of_small(self, stage: OptimizedStage, batch: Tensor) -> int:
         """Compare the best of several rounds in turn, because other processes may compute meanwhile."""
         counts = (1, self._threads)
-        rounds = [[self._timed_s(module, batch, threads) for threads in counts] for _ in range(1 + _ROUNDS)][1:]
+        rounds = [[self._timed_s(stage, batch, threads) for threads in counts] for _ in range(1 + _ROUNDS)][1:]
         one_s, share_s = map(min, zip(*rounds, strict=True))
         return 1 if one_s < _CLEARLY * share_s else self._threads
 
-    def _timed_s(self, module: nn.Module, batch: Tensor, threads: int) -> float:
+    def _timed_s(self, stage: OptimizedStage, batch: Tensor, threads: int) -> float:
         began_s = time.perf_counter()
         with torch_threads(threads):
-            self._forward(module, self.transfers.to_device(batch)())
+            self._forward(stage, self.transfers.to_device(batch)())
         return time.perf_counter() - began_s
 
     def _forward(
         self,
-        stage: nn.Module,
+        stage: OptimizedStage,
         batch: Tensor,
         float32_as: torch.dtype = torch.float32,
         allocate: Allocate | None = None,
     ) -> Tensor:
         with torch.inference_mode():
             return self.transfers.to_host(stage(batch), float32_as, allocate)
+
+    def _look_for_lost_device(self) -> None:
+        """After any error."""
+        self.device_failed = self.device_failed or self._has_lost_device()
+
+    def _has_lost_device(self) -> bool:
+        """Whether a GPU fails all calls of this process from now on. The first error may be of CUDA, cuDNN, cuBLAS or the driver."""
+        if self.device.type != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception:  # noqa: BLE001 - whatever the driver raises
+            return True
+        return False
 
     def _work(self) -> None:
         if self.device.type == "cuda":
@@ -369,6 +379,7 @@ class Engine:
                 result = job.call()
             except Exception as failure:  # noqa: BLE001 - passed on to the caller
                 error = failure
+                self._look_for_lost_device()
             try:
                 job.future.get_loop().call_soon_threadsafe(_resolve, job.future, result, error)
             except RuntimeError:  # the loop is closed

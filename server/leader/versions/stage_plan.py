@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 << 20
 
-_TOLERANCE = {"float32": 1e-2, "bfloat16": 4e-2, "float16": 1e-2}
+_TOLERANCE = {"float32": 1e-2, "tf32": 1e-2, "bfloat16": 4e-2, "float16": 1e-2}
 """Maximum `deviation` of a worker's self-test output from the reference, by precision. In float32, other thread counts, kernels and
 devices differ by 1e-6 to 1e-3; a wrong weight, a flipped bit or a NaN differs by more. The tolerance with which a worker chooses its
 execution mode (models.TOLERANCE) is stricter, so that a worker never chooses a mode that fails here."""
@@ -131,7 +131,7 @@ class StagePlan:
         """The precision that decides the tolerance: the lower one of computing and of the edges. "auto" may be any."""
         computing = "bfloat16" if self.tuning.precision == "auto" else self.tuning.precision
         edges = "float32" if self.spec.is_first and self.spec.is_last else self.tuning.edge_dtype
-        return max(computing, edges, key=lambda each: (_TOLERANCE[each], each != "float32"))
+        return max(computing, edges, key=lambda each: (_TOLERANCE[each], each not in ("float32", "tf32")))
 
     def check_self_test(self, output: Tensor | None) -> str | None:
         """Compare a worker's self-test output with the reference. Returns what is wrong with it; None if it is correct."""

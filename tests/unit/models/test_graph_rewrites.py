@@ -22,6 +22,7 @@ from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.transfers import Transfers
 from tests.bundles import classifier_bundle, text_bundle
+from tests.fake_cuda import use_processor_with_tf32
 from tests.resnets import sent_weights
 
 CPU = torch.device("cpu")
@@ -161,8 +162,8 @@ def test_rewritten_stage_does_not_keep_the_received_bytes_in_memory(
 
 
 @pytest.mark.parametrize("fault", ["raises", "lies"])
-def test_bundle_is_computed_as_written_when_a_rewrite_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+def test_bundle_is_computed_as_written_with_a_warning_when_a_rewrite_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     bundle = classifier_bundle(tmp_path / "bundle")
 
@@ -181,6 +182,7 @@ def test_bundle_is_computed_as_written_when_a_rewrite_fails(
     found = optimize(stage, 4, Tuning("float32", "fused"), CPU)
     assert str(found.mode) == "eager/float32"
     assert ("of a rewrite" if fault == "raises" else "nan off") in found.why
+    assert f"stage 0 is computed as written, slower and in float32: {found.why}" in caplog.text
     check(stages(bundle)[0], found.module, rows, torch.float32)
 
 
@@ -199,11 +201,38 @@ def test_auto_is_bfloat16_only_if_the_device_supports_it(
 
 @pytest.mark.parametrize(
     ("precision", "optimize", "word"),
-    [("int8", "fused", "int8"), ("float32", "fast", "fast"), ("bfloat16", "eager", "choose optimize fused")],
+    [
+        ("int8", "fused", "int8"),
+        ("float32", "fast", "fast"),
+        ("bfloat16", "eager", "choose optimize fused"),
+        ("tf32", "eager", "choose optimize fused"),
+    ],
 )
 def test_invalid_tuning_is_refused(precision: str, optimize: str, word: str) -> None:
     with pytest.raises(StageSpecError, match=word):
         Tuning(precision, optimize)
+
+
+def test_tf32_is_float32_on_devices_without_it() -> None:
+    assert Tuning("tf32", "fused").stage_precision(CPU) == "float32"
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_gpu_that_rounds_to_tf32_computes_fused_stages_with_and_without_it(
+    tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = stages(classifier_bundle(tmp_path / "bundle"))[0]
+    rows = stage.spec.example(ROWS)
+    with torch.inference_mode():
+        expected = stage(rows)
+    use_processor_with_tf32(monkeypatch)
+    found = optimize(stage, 4, Tuning(precision, "fused"), CPU)
+    assert str(found.mode) == f"fused/{precision}", found.why
+    with torch.inference_mode():
+        off = deviation(found(rows), expected, probabilities=stage.spec.probabilities)
+    for each in (off, float(found.why.removesuffix(" off"))):
+        assert (each > TOLERANCE["float32"]) is (precision == "tf32")
+        assert each <= TOLERANCE[precision]
 
 
 def test_deviation_of_probabilities_equals_that_of_their_logits() -> None:

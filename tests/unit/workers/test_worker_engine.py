@@ -12,6 +12,7 @@ from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.engine import Engine, StageTask
 from tests.bundles import PREVIEW
+from tests.fake_cuda import CUDA, ILLEGAL_ACCESS
 from tests.resnets import sent_stage, sent_weights
 from tests.waiting import Gate
 
@@ -60,16 +61,40 @@ async def test_engine_continues_when_a_job_raises(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "message",
+    [
+        str(ILLEGAL_ACCESS),
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm",
+        "CUDA driver error: unspecified launch failure",
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+    ],
+)
 async def test_gpu_is_lost_to_the_process_when_it_fails_further_calls_after_an_error(
-    engine: Engine, fails: bool, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, fails: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def synchronize() -> None:
+    engine.device = CUDA
+
+    def synchronize(device: torch.device) -> None:
+        assert device == CUDA
         if fails:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            raise ILLEGAL_ACCESS
+
+    def compute() -> None:
+        raise RuntimeError(message)
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    assert await engine.has_failed("one", RuntimeError("CUDA error: an illegal memory access was encountered")) is fails
-    assert not await engine.has_failed("one", RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    with pytest.raises(RuntimeError):
+        await engine.run("one", compute)
+    assert engine.device_failed is fails
+
+
+async def test_error_on_a_cpu_is_no_loss_of_a_device(engine: Engine) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await engine.run("one", lambda: 1 / 0)
+    assert not engine.device_failed
 
 
 async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) -> None:
