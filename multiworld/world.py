@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from multiworld.collectives.nccl import NcclCollectives, make_nccl_group
+from multiworld.collectives.nccl import NcclCollectives, connect_nccl_group, make_nccl_group
 from multiworld.config import WorldConfig
 from multiworld.control.loop import ControlLoop
 from multiworld.errors import BrokenWorldException, Cause, WorldClosedError, WorldError
@@ -124,10 +124,10 @@ class World:
         logger.warning("world=%s uses NCCL, which is experimental: see docs/gpu.md", self.name)
         store = ControlStore(partial(self._control_loop.call_soon, self._forming.publish), self._config.timeout_s)
         operations = self._operations
-        make_group = partial(make_nccl_group, store, self.rank, self.size, device, operations.check)
-        return NcclCollectives(
-            self.name, store, make_group, operations.check, operations.on_transferred, operations.fail
-        )
+        make_group = partial(make_nccl_group, store, self.rank, self.size)
+        connect_group = partial(connect_nccl_group, device, operations.check)
+        outcomes = operations.check, operations.on_transferred, operations.fail
+        return NcclCollectives(self.name, store, make_group, connect_group, *outcomes)
 
     async def open(self) -> None:
         """Join the other members and build the group.

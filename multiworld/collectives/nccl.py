@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, Store, Work
+from torch._C._distributed_c10d import DebugLevel, ErrorType, ProcessGroup, Store, Work, get_debug_level
 
 from multiworld.execution.cuda import call_on
-from multiworld.execution.failures import ConnectionLostError
+from multiworld.execution.failures import ConnectionLostError, described
 from multiworld.execution.store import ControlStore
 from multiworld.execution.threads import WorkerThread
 from multiworld.ops.operation import Collective
@@ -42,15 +43,24 @@ NCCL_ABORT_S = 5.0
 NCCL_POLL_S = 0.0005
 """Seconds between polls for the completion of NCCL operations."""
 _NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else an error in one world ends the process; torchrun sets 1
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # CleanUpOnly: torch's watchdog aborts the world. 1, of torchrun, and 3 end the process
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else an error of CUDA in the watchdog ends the process
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # else the watchdog sleeps a minute before it aborts
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else one failed world makes a thread collect debugging data of the process
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # else there is no watchdog
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # else each collective writes keys into the rendezvous
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a monitor thread ends a process in which NCCL hangs
 }
-"""Environment variables that must have these values when NCCL is used first."""
+"""Environment variables that must have these values when NCCL is used first. Read in the source of torch 2.14, not run on a GPU."""
 _NCCL_DEFAULTS = {
     "TORCH_DIST_USE_NCCL2": "0",  # in torch 2.15 the class registered for NCCL has other options
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # else a thread waits 30 minutes for a member that failed while connecting
+    # Without it, a thread waits 30 minutes for a member that froze while NCCL connects, and an abort waits for this thread.
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "20",
 }
 """Environment variables that are set unless they are set already."""
+_BLOCKING = 0
+"""NCCL connects in the background. 1 is torch's default since NCCL 2.26 hung with 0 (pytorch#153960), but cannot be aborted meanwhile."""
+_CUDA = torch.device("cuda")
 
 
 def uses_nccl(backend: str) -> bool:
@@ -72,6 +82,11 @@ def uses_nccl(backend: str) -> bool:
         return False
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         raise ValueError("backend 'nccl' needs a CUDA device and a torch build with NCCL; use 'multiworld' here")
+    if get_debug_level() == DebugLevel.DETAIL:
+        raise ValueError(
+            "backend 'nccl' does not work with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then writes each collective into the rendezvous, "
+            "and may end the process after an error; set it to OFF or INFO"
+        )
     return True
 
 
@@ -87,17 +102,8 @@ def check_nccl_device(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
-def make_nccl_group(
-    store: Store, rank: int, size: int, device: torch.device, check: Callable[[], None]
-) -> ProcessGroup:
-    """Build the NCCL group of one world. Blocks until all ranks build theirs, so call it on a thread. Not run with several GPUs.
-
-    Args:
-        device: the CUDA device, with an index.
-        check: raises the error that the world ended with, if it ended. Polled because NCCL does not detect the end.
-    Raises:
-        RuntimeError: a peer did not connect, or the store was aborted. The group is aborted then.
-    """
+def make_nccl_group(store: Store, rank: int, size: int) -> ProcessGroup:
+    """Build the NCCL group of one world. It is not connected yet."""
     os.environ.update(_NCCL_ENVIRONMENT)
     for name, value in _NCCL_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -106,22 +112,36 @@ def make_nccl_group(
     group = ProcessGroup(store, rank, size)
     options = ProcessGroupNCCL.Options()
     options._timeout = FOREVER  # NCCL uses the timeout of the group, not that of the operation
-    options.config.blocking = 0
+    options.config.blocking = _BLOCKING
     nccl = ProcessGroupNCCL(store, rank, size, options)
-    group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+    group._register_backend(_CUDA, ProcessGroup.BackendType.NCCL, nccl)
+    return group
+
+
+def connect_nccl_group(device: torch.device, check: Callable[[], None], group: ProcessGroup) -> None:
+    """Connect all ranks of a group. Blocks until they do it, so call it on a thread. Not run with several GPUs.
+
+    Args:
+        device: the CUDA device, with an index.
+        check: raises the error that the world ended with, if it ended. Polled because NCCL does not detect the end.
+    Raises:
+        RuntimeError: a peer did not connect, or the store or the group was aborted. The group is aborted then.
+    """
     try:
-        nccl.eager_connect_single_device(device)
+        check()  # from here, the end of the world aborts the group
+        group._get_backend(_CUDA).eager_connect_single_device(device)
         check()
         with torch.cuda.device(device):  # complete lazy connection setup here, not on an event loop
-            connecting = group.allreduce([torch.zeros(1, device=device)])
-        while not connecting.is_completed():
+            probe = torch.zeros(1, device=device)
+            connecting = _Running(group.allreduce([probe]), torch.cuda.current_stream(device))
+        while not connecting.is_done():
             check()
+            raise_nccl_error(group)
             time.sleep(NCCL_POLL_S)
-        connecting.wait()  # raises the error of the operation
+        raise_nccl_error(group)
     except BaseException:
         abort_nccl_group(group)  # else its kernel keeps waiting on the GPU for a failed member
         raise
-    return group
 
 
 def abort_nccl_group(group: ProcessGroup, timeout_s: float = NCCL_ABORT_S) -> None:
@@ -133,8 +153,14 @@ def abort_nccl_group(group: ProcessGroup, timeout_s: float = NCCL_ABORT_S) -> No
     aborted = threading.Event()
 
     def abort() -> None:
-        with contextlib.suppress(RuntimeError):
-            group._get_backend(torch.device("cuda")).abort()
+        try:
+            nccl = group._get_backend(_CUDA)
+            nccl._set_default_timeout(
+                timedelta(seconds=NCCL_ABORT_S)
+            )  # of the abort: operations had theirs when they started
+            nccl.abort()
+        except Exception as error:  # noqa: BLE001 - nobody awaits this thread's error
+            logger.error("NCCL could not abort: %s", described(error))  # noqa: TRY400 - the traceback adds nothing
         aborted.set()
 
     try:
@@ -148,14 +174,48 @@ def abort_nccl_group(group: ProcessGroup, timeout_s: float = NCCL_ABORT_S) -> No
 
 
 _not_aborted: list[ProcessGroup] = []
-_unfinished: list[tuple[Collective, Work]] = []
+_unfinished: list[tuple[Collective, "_Running"]] = []
 """Operations that NCCL has not completed although they were aborted, or that may still run. Their tensors are never freed."""
 
 
-def _has_completed(work: Work) -> bool:
+def raise_nccl_error(group: ProcessGroup) -> None:
+    """Raise ConnectionLostError if torch's watchdog has found an error of NCCL. Operations that it has aborted look complete."""
+    error = group._get_backend(_CUDA).get_error()
+    if error != ErrorType.SUCCESS:
+        raise ConnectionLostError(f"NCCL reports {error.name}")
+
+
+class _Running:
+    """An operation that NCCL runs.
+
+    Its end is that of an event on a stream of its own. `Work.is_completed` would wait for the lock of the communicator with Python's global
+    lock held, and an abort that hangs, ours or that of torch's watchdog, keeps the former.
+
+    Args:
+        stream: of the caller; None for a tensor that is on no GPU.
+    """
+
+    def __init__(self, work: Work, stream: Any) -> None:
+        self.work = work
+        self._stream = stream
+        self._ended: Any = None
+
+    def is_done(self) -> bool:
+        """Does not block. Raises an error of CUDA."""
+        if self._stream is None:
+            return self.work.is_completed()
+        if self._ended is None:
+            # Streams of high priority are shared less than others: they come from a pool of 32.
+            waiting = torch.cuda.Stream(self._stream.device, priority=-1)  # type: ignore[no-untyped-call]
+            call_on(waiting, self.work.wait)  # blocks only this stream
+            self._ended = waiting.record_event()
+        return bool(self._ended.query())
+
+
+def _has_completed(running: _Running) -> bool:
     """Return whether the operation has completed. False if CUDA cannot tell."""
     try:
-        return work.is_completed()
+        return running.is_done()
     except Exception:  # noqa: BLE001
         return False
 
@@ -179,7 +239,8 @@ class NcclCollectives:
         store: the rendezvous of the members.
 
     Args:
-        make_group: builds the group. Blocks until all members build theirs.
+        make_group: builds the group.
+        connect_group: connects it. Blocks until all members connect theirs.
         check: raises the error of the world when it has ended.
         on_done: called when NCCL has completed an operation.
         on_failed: called with the operations that failed and their error.
@@ -190,22 +251,24 @@ class NcclCollectives:
         name: str,
         store: ControlStore,
         make_group: Callable[[], ProcessGroup],
+        connect_group: Callable[[ProcessGroup], None],
         check: Callable[[], None],
         on_done: Callable[[Collective], None],
         on_failed: Callable[[Sequence[Collective], Exception], None],
     ) -> None:
         self.store = store
         self._make_group = make_group
+        self._connect_group = connect_group
         self._group: ProcessGroup | None = None
         self._check = check
         self._on_done = on_done
         self._on_failed = on_failed
         self._threads = WorkerThread(f"multiworld-{name}-nccl"), WorkerThread(f"multiworld-{name}-nccl-poll")
-        self._posted: dict[Collective, Work] = {}
+        self._posted: dict[Collective, _Running] = {}
         self._give_up_s = math.inf
 
     def connect(self) -> Future[None]:
-        """Build the group. Does not block. Raises RuntimeError when no thread can start. The future has the error of `make_group`."""
+        """Build and connect the group. Does not block. Raises RuntimeError when no thread can start. The future has an error of these."""
         connected = Future[None]()
         connected.set_running_or_notify_cancel()  # it cannot be cancelled
         self._threads[0].run(partial(self._connect, connected))
@@ -229,14 +292,15 @@ class NcclCollectives:
             abort_nccl_group(self._group, timeout_s)
         self._give_up_s = time.monotonic() + timeout_s
         ended = [thread.close(max(0.0, self._give_up_s - time.monotonic())) for thread in self._threads]
-        unfinished = [(operation, work) for operation, work in list(self._posted.items()) if not _has_completed(work)]
+        unfinished = [each for each in list(self._posted.items()) if not _has_completed(each[1])]
         _unfinished.extend(unfinished)
         return all(ended) and not unfinished
 
     def _connect(self, connected: Future[None]) -> None:
         try:
             with _lost_connections():
-                self._group = self._make_group()
+                self._group = self._make_group()  # `abort` may use it from here
+                self._connect_group(self._group)
             connected.set_result(None)
         except BaseException as error:  # noqa: BLE001 - raised to the caller of `connect`
             connected.set_exception(error.with_traceback(None))
@@ -247,7 +311,8 @@ class NcclCollectives:
         try:
             self._check()
             with _lost_connections():
-                self._posted[operation] = call_on(operation.stream, partial(operation.post, self._group))
+                work = call_on(operation.stream, partial(operation.post, self._group))
+                self._posted[operation] = _Running(work, operation.stream)
             self._threads[1].run(self._poll)
         except Exception as error:  # noqa: BLE001 - the operation and its world fail
             self._on_failed([operation], error)
@@ -255,23 +320,26 @@ class NcclCollectives:
     def _poll(self) -> None:
         """Wait until NCCL has completed all operations, at most until `abort` gives up."""
         while self._posted and time.monotonic() < self._give_up_s:
-            for operation, work in list(self._posted.items()):
+            for operation, running in list(self._posted.items()):
                 try:
-                    completed = work.is_completed()
+                    if not running.is_done():
+                        continue
                 except Exception as error:  # noqa: BLE001 - of CUDA: the operation and its world fail
-                    _unfinished.append((operation, work))
+                    _unfinished.append((operation, running))
                     del self._posted[operation]
                     self._on_failed([operation], error)
                 else:
-                    if completed:
-                        self._finish(operation, work)
+                    self._finish(operation, running)
             time.sleep(NCCL_POLL_S)
 
-    def _finish(self, operation: Collective, work: Work) -> None:
+    def _finish(self, operation: Collective, running: _Running) -> None:
+        assert self._group is not None
         try:
             with _lost_connections():
-                call_on(operation.stream, work.wait)  # raises its error, or orders the current stream after it
+                call_on(operation.stream, running.work.wait)  # raises its error, or orders the current stream after it
             self._check()  # operations that NCCL aborts look complete
+            if operation.stream is not None:
+                raise_nccl_error(self._group)
             self._on_done(operation)
         except Exception as error:  # noqa: BLE001 - the operation and its world fail
             self._on_failed([operation], error)

@@ -108,7 +108,7 @@ async def test_error_of_one_world_does_not_end_a_process_of_torchrun(
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     await manager.initialize_world("w", 0, 1, backend="nccl", port=0, device=_device())
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

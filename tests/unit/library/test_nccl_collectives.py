@@ -1,7 +1,8 @@
-"""How the collectives of an NCCL group are posted, completed and failed. A Gloo group stands in for NCCL, which needs GPUs."""
+"""How the collectives of an NCCL group are posted, completed and failed. NCCL needs GPUs: a Gloo group stands in for it, or a fake."""
 
 import asyncio
 import gc
+import os
 import threading
 import time
 import weakref
@@ -10,18 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from queue import Queue
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore, ProcessGroup, Work
+from torch._C._distributed_c10d import DebugLevel, ErrorType, HashStore, ProcessGroup, Work
 from torch.distributed import ProcessGroupGloo
 
 from multiworld import World
 from multiworld.collectives import nccl
-from multiworld.collectives.nccl import NcclCollectives
+from multiworld.collectives.nccl import NcclCollectives, connect_nccl_group, make_nccl_group, uses_nccl
+from multiworld.execution.failures import ConnectionLostError
 from multiworld.execution.store import ControlStore
 from multiworld.ops.operation import Collective
+from tests.fake_cuda import CUDA, FakeNccl, FakeStream, use_fake_nccl
 from tests.integration.members import form, managers
 from tests.waiting import until
 
@@ -53,27 +56,41 @@ def operation_of(post: Callable[[ProcessGroup], Work], *tensors: torch.Tensor) -
 class Rank:
     """The operations of one rank, with their outcomes in the order of completion."""
 
-    def __init__(self, group: ProcessGroup, error: Exception | None = None) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        error: Exception | None = None,
+        connect: Callable[[ProcessGroup], None] = lambda _: None,
+    ) -> None:
         self.outcomes: Queue[tuple[Collective, Exception | None]] = Queue()
         self._error = error
         self.collectives = NcclCollectives(
             "w",
             ControlStore(lambda _key, _value: None),
             lambda: group,
+            connect,
             self._check,
             lambda done: self.outcomes.put((done, None)),
             lambda failed, reason: self.outcomes.put((failed[0], reason)),
         )
-        self.collectives.connect().result(PATIENCE_S)
+        self.connected = self.collectives.connect()
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def all_reduce(self, tensor: torch.Tensor) -> Collective:
+    def all_reduce(self, tensor: torch.Tensor, stream: Any = None) -> Collective:
         operation = operation_of(lambda group: group.allreduce([tensor]), tensor)
+        operation.stream = stream
         self.collectives.post(operation)
         return operation
+
+
+def fake_rank() -> tuple[Rank, FakeNccl]:
+    """A rank whose group is a fake of NCCL, and connected."""
+    rank = Rank(group := FakeNccl())  # type: ignore[arg-type]
+    rank.connected.result(PATIENCE_S)
+    return rank, group
 
 
 def test_operations_are_posted_in_order_and_complete_on_two_threads(groups: list[ProcessGroup]) -> None:
@@ -117,24 +134,12 @@ def test_operation_fails_alone_when_cuda_cannot_tell_whether_it_has_completed(
     assert all(rank.collectives.abort(RuntimeError("ended"), PATIENCE_S) for rank in ranks)
 
 
-class HangingGroup:
-    """A group whose abort hangs until the test ends it."""
-
-    def __init__(self) -> None:
-        self.released = threading.Event()
-
-    def _get_backend(self, _: torch.device) -> "HangingGroup":
-        return self
-
-    def abort(self) -> None:
-        self.released.wait()
-
-
 @pytest.mark.parametrize("threads", [True, False])
 def test_abort_without_a_time_limit_to_wait_does_not_block(threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the control loop."""
     monkeypatch.setattr(nccl, "NCCL_ABORT_S", threading.TIMEOUT_MAX)  # blocks the test if it is used
-    rank = Rank(group := HangingGroup())  # type: ignore[arg-type]
+    rank, group = fake_rank()
+    group.abort_ends.clear()
     kept: list[object] = []
     if not threads:
 
@@ -144,8 +149,7 @@ def test_abort_without_a_time_limit_to_wait_does_not_block(threads: bool, monkey
         monkeypatch.setattr("_thread.start_new_thread", refuse)
         monkeypatch.setattr(nccl, "_not_aborted", kept)
     rank.collectives.abort(RuntimeError("ended"), 0.0)
-    assert not group.released.is_set()
-    group.released.set()
+    group.abort_ends.set()
     assert threads or kept == [group]
 
 
@@ -180,6 +184,7 @@ async def test_collectives_of_one_world_start_on_two_event_loops(groups: list[Pr
                 "w",
                 store,
                 partial(lambda each: each, group),
+                lambda _: None,
                 world._operations.check,
                 world._operations.on_transferred,
                 failed,
@@ -197,3 +202,85 @@ async def test_collectives_of_one_world_start_on_two_event_loops(groups: list[Pr
         await until(lambda: len(worlds[0]._operations._pending) == 2)
         sums = await asyncio.gather(here, there, reduce(worlds[1]), reduce(worlds[1]))
         assert list(sums) == [2.0] * 4
+
+
+# -- failures of NCCL, with a fake of it ------------------------------------------------------------------------------------
+
+
+def test_no_value_of_the_environment_lets_an_error_of_nccl_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake_nccl(monkeypatch)
+    os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "7"}
+    group: Any = make_nccl_group(HashStore(), 0, 1)
+    assert group.environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert group.environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert group.environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
+    assert group.environment["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert group.environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "7", "a default"
+
+
+def test_detail_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(nccl, "get_debug_level", lambda: DebugLevel.INFO)
+    assert uses_nccl("nccl")
+    monkeypatch.setattr(nccl, "get_debug_level", lambda: DebugLevel.DETAIL)
+    with pytest.raises(ValueError, match=r"TORCH_DISTRIBUTED_DEBUG=DETAIL: .*; set it to OFF or INFO"):
+        uses_nccl("nccl")
+    assert not uses_nccl("multiworld")
+
+
+def test_group_is_aborted_when_the_world_ends_while_nccl_connects() -> None:
+    """A member has died: those that connect with it do not wait for the timeout of NCCL."""
+    rank = Rank(group := FakeNccl(), connect=partial(connect_nccl_group, CUDA, lambda: None))  # type: ignore[arg-type]
+    assert group.connecting.wait(PATIENCE_S)
+    assert rank.collectives.abort(RuntimeError("a member died"), PATIENCE_S), "a thread is left"
+    assert group.aborting.is_set()
+    with pytest.raises(ConnectionLostError, match="was aborted"):
+        rank.connected.result(PATIENCE_S)
+
+
+def test_group_does_not_connect_when_the_world_has_ended_before() -> None:
+    def check() -> NoReturn:
+        raise RuntimeError("the world has ended")
+
+    rank = Rank(group := FakeNccl(), connect=partial(connect_nccl_group, CUDA, check))  # type: ignore[arg-type]
+    with pytest.raises(ConnectionLostError, match="has ended"):
+        rank.connected.result(PATIENCE_S)
+    assert not group.connecting.is_set()
+    assert group.aborting.is_set()
+
+
+def test_abort_has_a_timeout_of_its_own_and_its_error_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    group = FakeNccl()
+    group.abort_error = RuntimeError("Future for ProcessGroup abort timed out after 5000 ms")
+    nccl.abort_nccl_group(group, PATIENCE_S)  # type: ignore[arg-type]
+    assert group.timeouts == [nccl.NCCL_ABORT_S]
+    assert "NCCL could not abort: RuntimeError: Future for ProcessGroup abort timed out" in caplog.text
+
+
+def test_operation_ends_with_its_event_without_a_call_that_holds_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_fake_nccl(monkeypatch)
+    rank, group = fake_rank()
+    operation = rank.all_reduce(torch.ones(1), FakeStream())
+    work = group.works.get(timeout=PATIENCE_S)
+    assert work.queried.wait(PATIENCE_S)
+    assert rank.outcomes.empty()
+    work.done.set()
+    assert rank.outcomes.get(timeout=PATIENCE_S) == (operation, None)
+    assert rank.collectives.abort(RuntimeError("ended"), PATIENCE_S)
+
+
+def test_operation_that_the_watchdog_has_aborted_fails_although_it_looks_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_fake_nccl(monkeypatch)
+    rank, group = fake_rank()
+    operation = rank.all_reduce(torch.ones(1), FakeStream())
+    group.error = ErrorType.COMM_ERROR
+    group.works.get(timeout=PATIENCE_S).done.set()
+    failed, error = rank.outcomes.get(timeout=PATIENCE_S)
+    assert failed is operation
+    assert isinstance(error, ConnectionLostError)
+    assert "NCCL reports COMM_ERROR" in str(error)
+    assert rank.collectives.abort(RuntimeError("ended"), PATIENCE_S)
