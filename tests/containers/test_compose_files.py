@@ -59,13 +59,17 @@ def test_every_service_is_restricted_and_restarted() -> None:
         assert "healthcheck" in service, name
 
 
+def shared_folder(service: dict[str, Any]) -> str:
+    """The folder of the Unix sockets in a container. Raises AssertionError unless the container can make sockets in the shared volume."""
+    (volume,) = (each for each in service["volumes"] if each["source"] == "sockets")
+    assert not volume.get("read_only")
+    assert volume["target"] == service["environment"]["MULTIWORLD_RUNTIME_DIR"]
+    return str(volume["target"])
+
+
 def test_programs_share_a_private_folder_for_their_unix_sockets() -> None:
     found = config()
-    for name in PROGRAMS:
-        service = found["services"][name]
-        (volume,) = (each for each in service["volumes"] if each["source"] == "sockets")
-        assert volume["target"] == service["environment"]["MULTIWORLD_RUNTIME_DIR"]
-        assert not volume.get("read_only")
+    assert len({shared_folder(found["services"][name]) for name in PROGRAMS}) == 1
     options = found["volumes"]["sockets"]["driver_opts"]
     assert options["type"] == "tmpfs"
     assert {"uid=10001", "mode=0700"} <= {*options["o"].split(",")}
@@ -157,6 +161,8 @@ def test_gpu_overlay_has_one_worker_per_gpu() -> None:
         assert worker["ulimits"]["memlock"] == -1
         assert worker["networks"]["worlds"]["aliases"] == ["worker"]
         assert worker["read_only"] is True
+        assert not [name for name in worker["environment"] if name.startswith("NCCL")], "the service does not use NCCL"
+        assert shared_folder(worker) == shared_folder(services["leader-a"]), "tensors go through shared memory"
     assert services["worker"]["deploy"]["replicas"] == 0
     for name in ("leader-a", "leader-b"):
         leader = services[name]["environment"]
