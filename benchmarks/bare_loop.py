@@ -2,7 +2,7 @@
 
     python -m benchmarks.bare_loop --model resnet50 --seconds 5
 
-`benchmarks.gpu` runs it on a GPU.
+`benchmarks.gpu_check` does it on a GPU.
 """
 
 import argparse
@@ -10,13 +10,37 @@ import os
 import time
 
 import torch
+from torch import Tensor
 
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.bundle.stage import load_bundle_stage
 from multiworld_serving.models.export.bundle_cache import exported
-from multiworld_serving.models.optimize.optimizing import optimize
+from multiworld_serving.models.optimize.compiled import CompiledStage
+from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
+
+
+def optimized(plan: StagePlan, tuning: Tuning, batch_size: int, device: torch.device) -> OptimizedStage:
+    """The stage for batches of this size, compiled if the tuning says so. Raises CompileError."""
+    stage = load_bundle_stage(plan.spec, torch.cat(list(plan.weights.chunks())))
+    if tuning.optimize != "compile":
+        return optimize(stage, batch_size, tuning, device)
+    made = CompiledStage(stage, batch_size, tuning, device)
+    made.compile_for(batch_size)
+    return OptimizedStage(made, made.mode, "compiled for this batch size only")
+
+
+@torch.inference_mode()
+def images_per_s(stage: OptimizedStage, images: Tensor, seconds: float) -> float:
+    """Call the stage again and again, and wait for the device each time."""
+    count, began_s = 0, time.perf_counter()
+    while (took_s := time.perf_counter() - began_s) < seconds or not count:
+        stage(images)
+        if images.is_cuda:
+            torch.cuda.synchronize(images.device)
+        count += len(images)
+    return count / took_s
 
 
 def main() -> None:
@@ -31,21 +55,11 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     (plan,) = make_bundle_plan(read_bundle(exported(chosen.model, "random:0")), 1)
-    stage = load_bundle_stage(plan.spec, torch.cat(list(plan.weights.chunks())))
-    tuning = Tuning(chosen.precision, chosen.optimize)
-    made = optimize(stage, chosen.batch_size, tuning, chosen.device).module
+    made = optimized(plan, Tuning(chosen.precision, chosen.optimize), chosen.batch_size, chosen.device)
     noise = torch.Generator().manual_seed(0)
-    images = torch.randint(
-        0, 256, (chosen.batch_size, *plan.spec.input_rows.dims), dtype=torch.uint8, generator=noise
-    ).to(chosen.device)
-    count, began_s = 0, time.perf_counter()
-    with torch.inference_mode():
-        while (took_s := time.perf_counter() - began_s) < chosen.seconds or not count:
-            made(images)
-            if chosen.device.type == "cuda":
-                torch.cuda.synchronize(chosen.device)
-            count += len(images)
-    print(count / took_s)
+    shape = chosen.batch_size, *plan.spec.input_rows.dims
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=noise).to(chosen.device)
+    print(images_per_s(made, images, chosen.seconds))
 
 
 if __name__ == "__main__":

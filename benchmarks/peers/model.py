@@ -25,6 +25,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="compute threads a worker; 0: as torch has it")
+    parser.add_argument("--device", default="cpu")
     return parser.parse_known_args(sys.argv[1:])[0]
 
 
@@ -38,7 +39,8 @@ class Classifier:
         self._prepare = get_model_weights(chosen.model).IMAGENET1K_V1.transforms()
         model = get_model(chosen.model, weights=None).eval()
         traced = torch.jit.trace(model, torch.rand(1, 3, _IMAGE_SIZE, _IMAGE_SIZE))  # type: ignore[no-untyped-call]
-        self._model = torch.jit.freeze(traced)
+        self._device = torch.device(chosen.device)
+        self._model = torch.jit.freeze(traced.to(self._device))
         blank = self._prepare(Image.new("RGB", (_IMAGE_SIZE, _IMAGE_SIZE)))
         for rows in (1, MAX_BATCH_SIZE):
             self.classify([blank] * rows)
@@ -53,7 +55,7 @@ class Classifier:
     @torch.inference_mode()
     def classify(self, images: Sequence[Tensor]) -> list[dict[str, list[float]]]:
         """For each image, its five most probable classes."""
-        best = torch.topk(self._model(torch.stack(list(images))).softmax(1), 5)
+        best = torch.topk(self._model(torch.stack(list(images)).to(self._device)).softmax(1), 5)
         return [
             {"classes": classes, "probabilities": probabilities}
             for classes, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
