@@ -18,10 +18,10 @@ from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.compiled import CompiledStage
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
 from multiworld_serving.models.optimize.tuning import Tuning
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan, make_bundle_plan
 
 
-def optimized(plan: StagePlan, tuning: Tuning, batch_size: int, device: torch.device) -> OptimizedStage:
+def optimized(plan: BundlePlan, tuning: Tuning, batch_size: int, device: torch.device) -> OptimizedStage:
     """The stage for batches of this size, compiled if the tuning says so. Raises CompileError."""
     stage = load_bundle_stage(plan.spec, torch.cat(list(plan.weights.chunks())))
     if tuning.optimize != "compile":

@@ -17,7 +17,7 @@ from multiworld_serving.models.optimize.compiled import CompiledStage
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows
 from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.models.preprocessing import Preprocessing
-from multiworld_serving.server.leader.versions.stage_plan import StagePlan, make_bundle_plan
+from multiworld_serving.server.leader.versions.stage_plan import BundlePlan, make_bundle_plan
 
 MODEL = "resnet50"
 _SIZE, _CLASSES = 16, 5
@@ -62,7 +62,7 @@ def _skip_compiler(setup: Setup) -> None:
         setup.add("compiler", "none")
 
 
-def _plan(setup: Setup) -> StagePlan:
+def _plan(setup: Setup) -> BundlePlan:
     (plan,) = make_bundle_plan(read_bundle(bundle_path(setup)), 1)
     return plan
 

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multiworld_serving.common.config.process import check_memory, release_free_memory
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
