@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ def pci_address(device: torch.device) -> str:
     """The PCI address of a GPU, or of the GPU of a MIG slice; empty for a CPU."""
     if device.type != "cuda":
         return ""
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     return f"{found.pci_domain_id:08x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
@@ -72,10 +73,10 @@ def _gpus() -> Iterator[tuple[str, str, list[str] | None]]:
     pynvml.nvmlInit()
     for index in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-        slices: list[str] | None = None
+        is_divided, slices = False, []
         with contextlib.suppress(pynvml.NVMLError_NotSupported):  # GPUs that cannot be divided
-            slices = [] if pynvml.nvmlDeviceGetMigMode(gpu)[0] else None
-        for number in () if slices is None else range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+            is_divided = bool(pynvml.nvmlDeviceGetMigMode(gpu)[0])
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if is_divided else 0):
             with contextlib.suppress(pynvml.NVMLError_NotFound):  # no slice has this number
                 slices.append(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)))
-        yield str(index), pynvml.nvmlDeviceGetUUID(gpu), slices
+        yield str(index), pynvml.nvmlDeviceGetUUID(gpu), slices if is_divided else None

@@ -37,7 +37,7 @@ class Group(ProcessSet):
         prefix: first part of the names of its processes.
         workers: number of workers of all models, which share the cores.
         is_new: whether the model is added to others that serve. It must fit into the memory that these leave, until it is ready.
-        first_slot: number of workers of other models before its own, which use the GPUs in turn.
+        first_slot: number of workers of models before it; for a new model, of all others. Workers use the GPUs in turn.
         stack: closes the sockets.
     """
 
@@ -54,7 +54,7 @@ class Group(ProcessSet):
     ) -> None:
         self.settings = settings
         self.is_new = is_new
-        self._first_slot = first_slot
+        self._first_slot = workers - settings.max_workers if is_new else first_slot
         self.threads = compute_threads(settings, workers)
         self._notify = starter.notify
         self._prefix = prefix

@@ -158,7 +158,8 @@ class Models:
             own = each.model_copy(update={"weights": available_weights(each)})
             if (pipeline := pipeline_source(each)) is not None:
                 own = with_description(own, describe(pipeline))
-            self.groups[name] = Group(own, starter, stack, prefix=prefix, workers=workers)
+            first = sum(group.settings.max_workers for group in self.groups.values())
+            self.groups[name] = Group(own, starter, stack, prefix=prefix, workers=workers, first_slot=first)
         self.frontends = self._new_frontends(self.groups, models if replaces else None)
         starter.on_restart = self._write_state
 
