@@ -9,15 +9,15 @@ import { Rates } from "./rates.js";
 import { ReplicaTable } from "./replicas.js";
 import { lost, seen, showState } from "./state.js";
 import { startTrying } from "./try.js";
+import { addPoints, LATENCY, showVersions, THROUGHPUT } from "./versions.js";
 
-const MOST_POINTS = 300;
 const RETRY_MS = 3000;
 
 const rates = new Rates();
 const graph = new Graph($("graph"));
 const table = new ReplicaTable($("replicas"));
-const throughput = new Chart($("throughput"), [["answered", "ok", "answered"], ["refused", "refused", "refused", false], ["failed", "failed", "failed", false]], "per second");
-const latency = new Chart($("latency"), [["slowest_ms", "slowest", "slowest"], ["p99_ms", "p99", "99th percentile"], ["p50_ms", "p50", "median"]], "ms");
+const throughput = new Chart($("throughput"), THROUGHPUT, "per second");
+const latency = new Chart($("latency"), LATENCY, "ms");
 let points = [];
 let status = null;
 const view = { byHost: false, onlyProblems: false };
@@ -29,6 +29,7 @@ function showStatus(fresh) {
   showRollout(status);
   setText($("model"), `${status.model} ${status.version}`);
   showModels(Object.entries(status.models));
+  showVersions(status.model, status.shares);
   setText($("uptime"), duration(status.uptime_s));
   setText($("queue"), status.queue_depth);
   setText($("flight"), status.requests_in_flight);
@@ -60,7 +61,7 @@ function draw() {
 }
 
 function showPoints(added) {
-  points = added.length === 1 ? points.concat(added).slice(-MOST_POINTS) : added;
+  points = addPoints(points, added);
   drawCharts();
   const last = points.at(-1);
   if (!last) return;
