@@ -302,13 +302,8 @@ class Models:
                 group.start(self._tasks, stack.pop_all())
             group.log_external(name)
             groups = {**self.groups, name: group}
-        former = self._shares.now
-        self._shares.set(shares)
-        try:
+        with self._shares.unless_failed(shares):
             await self._serve(groups, timeout_s)
-        except BaseException:
-            self._shares.set(former)
-            raise
         for each in groups.values():
             each.is_new = False
         logger.info("%s model=%s", "removed" if settings is None else "added", name)

@@ -1,8 +1,9 @@
 """How the versions of a model divide its requests. Frontends read the shares from a file."""
 
+import contextlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.service.model_versions import Share, model_and_version, versions_of
@@ -35,6 +36,17 @@ class Shares:
             logger.info("shares %s", " ".join(f"{name}={share}" for name, share in shares.items()))
         self.now = dict(shares)
         write_file(self.file, json.dumps(self.now))
+
+    @contextlib.contextmanager
+    def unless_failed(self, shares: Mapping[str, Share]) -> Iterator[None]:
+        """Have the frontends use these shares. They return to the former ones if the block fails."""
+        former = self.now
+        self.set(shares)
+        try:
+            yield
+        except BaseException:
+            self.set(former)
+            raise
 
     @staticmethod
     def key(name: str, names: Iterable[str]) -> str:
