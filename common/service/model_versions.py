@@ -10,7 +10,7 @@ Share = float | Literal["shadow"]
 
 def model_and_version(name: str) -> tuple[str, int]:
     """Split NAME@VERSION. NAME alone is version 1."""
-    match = re.fullmatch(r"(.+)@([1-9][0-9]{0,8})", name)
+    match = re.fullmatch(r"(.+)@([1-9][0-9]{0,8})", name) if "@" in name else None  # for each request
     return (name, 1) if match is None else (match[1], int(match[2]))
 
 

@@ -215,9 +215,7 @@ class ModelGroups:
         """The model with this name, or the only one; without a name that of /predict. None if there is none."""
         if name is None or self.only is not None:
             return self.of_predict
-        with contextlib.suppress(UnknownModelError):
-            return self.named(name)
-        return None
+        return next(iter(self._versions(model_and_version(name)[0])), None)
 
     def at_path(self, path: str) -> ModelGroup | None:
         """The model whose pipeline names this path."""
@@ -283,13 +281,12 @@ class ModelGroups:
 
     async def predict(self, request: Request) -> Response:
         """POST /predict and /predict/NAME."""
-        name = request.path_params.get("model")
         first = self.of_predict
-        if name is None and first is None:
+        name = request.path_params.get("model", first and first.model)
+        if name is None:
             raise NoModelNamedError(
                 f"the models here are {_listed(self.names)}; send the request to /v2/models/NAME/infer"
             )
-        name = name or (first.model if first else "")
         return await self.choose(RequestRecord.of(request.scope), request.scope, name).predict(request)
 
 

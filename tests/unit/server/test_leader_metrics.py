@@ -33,6 +33,7 @@ def busy_frontend() -> FrontendMetrics:
     counts = metrics.requests.of_model("m")
     counts.declare("m", "v", ("predict",))
     metrics.requests.end({}, RequestRecord("id", "v", "predict", counts, status=200))
+    counts.set_share("shadow")
     metrics.group_state("m", 1, 1, "ready")
     return metrics
 
