@@ -173,3 +173,53 @@ def test_operator_restarts_the_workers_and_sees_each_step(
             assert re.search(rf"^{number} of 4: local-\d in s\d\.r\d is restarting …$", told, re.MULTILINE), told
             assert re.search(rf"^{number} of 4: local-\d in s\d\.r\d is back after [\d.]+ s$", told, re.MULTILINE), told
         assert not before & set(small_service.worker_pids().values())
+
+
+VERSIONS = """
+[serve]
+replicas = 1
+
+[[models]]
+name = "echo"
+source = "{folder}/echo.py:pipeline"
+
+[[models]]
+name = "echo@2"
+source = "{folder}/fails.py:pipeline"
+share = 50
+"""
+ECHO = """
+from multiworld_serving import Request, Stage
+
+class Echo(Stage):
+    def example(self):
+        return [Request(b"example")]
+
+    def __call__(self, requests):
+        return [{result} for each in requests]
+
+pipeline = [Echo]
+"""
+
+
+def test_page_draws_both_versions_of_a_model_with_their_errors_and_latencies(
+    chromium: playwright.Browser, tmp_path: Path
+) -> None:
+    (tmp_path / "service.toml").write_text(VERSIONS.format(folder=tmp_path))
+    (tmp_path / "echo.py").write_text(ECHO.format(result="len(each.body)"))
+    (tmp_path / "fails.py").write_text(ECHO.format(result="1 if each.body == b'example' else each.missing"))
+    with (
+        LocalService(config=tmp_path / "service.toml") as service,
+        run_load(service, clients=1),
+        visit(chromium, f"{service.url}/?model=echo@2") as page,
+    ):
+        expect(page.locator("#share")).to_have_text("(50 % of the requests)")
+        expect(page.locator("#versions h2")).to_have_text("echo: 50 % of the requests")
+        for chart, text in (
+            ("#throughput", r"answered 0\.0 .*failed (?!0\.0)"),
+            ("#versions figure:nth-of-type(1)", r"answered (?!0\.0).*failed 0\.0"),
+            ("#versions figure:nth-of-type(2)", r"median [\d.]+ ms"),
+        ):
+            expect(page.locator(f"{chart} svg")).to_have_attribute("aria-label", re.compile(text))
+        page.click("#models a:has-text('echo: ready')")
+        expect(page.locator("#versions h2")).to_have_text("echo@2: 50 % of the requests")

@@ -9,7 +9,7 @@ import { Rates } from "./rates.js";
 import { ReplicaTable } from "./replicas.js";
 import { lost, seen, showState } from "./state.js";
 import { startTrying } from "./try.js";
-import { addPoints, LATENCY, showVersions, THROUGHPUT } from "./versions.js";
+import { addPoints, addressOf, LATENCY, showVersions, THROUGHPUT } from "./versions.js";
 
 const RETRY_MS = 3000;
 
@@ -43,7 +43,7 @@ function showStatus(fresh) {
 function showModels(models) {
   $("models").hidden = models.length < 2;
   const links = models.map(([name, state]) => element("a", `${name}: ${words(state)}`, {
-    href: `/?model=${encodeURIComponent(name)}`, "data-state": state, ...(name === status.model ? { "aria-current": "page" } : {}),
+    href: `/?model=${addressOf(name, status.shares)}`, "data-state": state, ...(name === status.model ? { "aria-current": "page" } : {}),
   }));
   if ($("models").textContent !== links.map((link) => link.textContent).join("")) $("models").replaceChildren(...links);
 }

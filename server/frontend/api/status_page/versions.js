@@ -14,19 +14,22 @@ export const addPoints = (points, added) => (added.length === 1 ? points.concat(
 
 export const shareText = (share) => (share === "shadow" ? "shadow: its responses are compared and not returned" : `${+share.toFixed(1)} % of the requests`);
 
+// NAME@VERSION of one of several versions: NAME alone is any of them.
+export const addressOf = (name, shares) => encodeURIComponent(name in shares && !name.includes("@") ? `${name}@1` : name);
+
 function figure(id) {
   const made = element("figure", "", { class: "card" });
   made.append($(id).querySelector("figcaption").cloneNode(true));
   return made;
 }
 
-function open(name) {
+function open(name, address) {
   const [section, title] = [element("section", "", { class: "charts", "data-version": name }), element("h2")];
   const figures = [figure("throughput"), figure("latency")];
   section.append(title, ...figures);
   $("versions").append(section);
   const charts = [new Chart(figures[0], THROUGHPUT, "per second"), new Chart(figures[1], LATENCY, "ms")];
-  const source = new EventSource(`/events?model=${encodeURIComponent(name)}`);
+  const source = new EventSource(`/events?model=${address}`);
   let points = [];
   source.addEventListener("points", (message) => {
     points = addPoints(points, JSON.parse(message.data));
@@ -46,6 +49,6 @@ export function showVersions(model, shares) {
     shown.delete(name);
   }
   for (const [name, share] of Object.entries(shares)) {
-    if (name !== model) setText((shown.get(name) ?? open(name)).title, `${name}: ${shareText(share)}`);
+    if (name !== model) setText((shown.get(name) ?? open(name, addressOf(name, shares))).title, `${name}: ${shareText(share)}`);
   }
 }
