@@ -101,8 +101,7 @@ class Models:
     Args:
         fds: the descriptors of the frontends' listening sockets, by setting.
         stack: closes sockets and files.
-        changes: those of commands since the settings were read: the table of an added model, the share of one of the settings, None for a
-            removed one.
+        changes: of commands since the settings were read: the table of an added model, the share of one of the settings, None if removed.
         requests: the Unix socket at which frontends request changes.
         replaces: the processes of another service use the same sockets, until those of this one are ready.
         upgrade: has a new service take the place of this one; returns why it does not.
@@ -134,8 +133,7 @@ class Models:
         self._settings = settings
         self._starter = starter
         self._fds = fds
-        self._restarts_file = memory_file(stack, "metrics", "")
-        self._failing_file = memory_file(stack, "failing", "")
+        self._restarts_file, self._failing_file = (memory_file(stack, name, "") for name in ("metrics", "failing"))
         self._requests = requests
         self._requester: tuple[int, asyncio.StreamWriter] | None = None
         """The frontend that has requested the present change: its process id, and the connection for the reply."""
@@ -206,9 +204,7 @@ class Models:
                 writer.write(msgspec.json.encode(await self._upgrade()))
                 return
             async with self.turn:
-                await asyncio.sleep(
-                    0
-                )  # if the connection has ended while this process was frozen, the event loop reads that now
+                await asyncio.sleep(0)  # reads the end of a connection that came while this process was frozen
                 if reader.at_eof():  # the frontend waits no longer
                     return
                 self._requester = pid, writer
