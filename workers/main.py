@@ -61,7 +61,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
         loop.add_signal_handler(signum, stop.set)
     status = 0
     try:
-        async with contextlib.AsyncExitStack() as stack, notify_systemd():
+        async with contextlib.AsyncExitStack() as stack:
             edges = await _open_edges(stack, settings, device, metrics)
             manager = await stack.enter_async_context(
                 WorldManager(
@@ -73,6 +73,7 @@ async def _serve(settings: WorkerSettings, device: torch.device) -> int:
             )
             connection = LeaderConnection(settings, engine, edges, manager, metrics, stop)
             await _start_metrics_port(stack, settings, metrics, engine, connection)
+            await stack.enter_async_context(notify_systemd(lambda: connection.serving))
             await connection.run()
     except StuckError as ending:
         logger.error("%s: exiting", ending)  # noqa: TRY400

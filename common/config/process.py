@@ -30,6 +30,7 @@ ERROR_FIELD = "X_ERROR="
 """Begins a message with the unexpected error that ends a program."""
 SEND_TIMEOUT_S = 1.0
 """For messages that are sent once. Linux queues 10 for a receiver, and a supervisor that starts many processes reads none meanwhile."""
+_READY_POLL_S = 0.1
 SAME_STOP_S = 0.5
 """Signals to stop within this time of the first one are one request: timeout(1) signals a process and then its process group."""
 
@@ -156,19 +157,24 @@ def _in_container() -> int | None:
 
 
 @contextlib.asynccontextmanager
-async def notify_systemd() -> AsyncIterator[None]:
-    """Send READY=1 when the block starts and STOPPING=1 when it ends, see sd_notify(3). Does nothing without systemd.
+async def notify_systemd(is_ready: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+    """Send READY=1 in the block as soon as this process `is_ready`, and STOPPING=1 at its end, see sd_notify(3).
 
-    With WatchdogSec=, the event loop sends WATCHDOG=1 twice in that time, so systemd restarts a process whose loop is blocked.
+    With WatchdogSec=, the event loop sends WATCHDOG=1 twice in that time, so systemd restarts a process whose loop is blocked. Does nothing
+    without systemd.
     """
-    notify("READY=1", SEND_TIMEOUT_S)
     given = os.environ.get("WATCHDOG_USEC", "")
-    heartbeats = asyncio.create_task(_send_heartbeats(int(given) / 2e6)) if given.isdecimal() and int(given) else None
+    interval_s = int(given) / 2e6 if given.isdecimal() else 0.0
+    if is_ready() or interval_s:
+        notify("READY=1" if is_ready() else "WATCHDOG=1", SEND_TIMEOUT_S)
+    sending = [asyncio.create_task(_send_heartbeats(interval_s))] if interval_s else []
+    if not is_ready():
+        sending.append(asyncio.create_task(_send_ready(is_ready)))
     try:
         yield
     finally:
-        if heartbeats is not None:
-            heartbeats.cancel()
+        for each in sending:
+            each.cancel()
         notify("STOPPING=1")
 
 
@@ -192,6 +198,12 @@ def notify(state: str, timeout_s: float = 0.0) -> bool:
             logger.warning("cannot notify %s of %s at %s: %s", receiver, state, address, error)
             return False
     return True
+
+
+async def _send_ready(is_ready: Callable[[], bool]) -> None:
+    while not is_ready():  # noqa: ASYNC110 - a few times a second, and only at the start
+        await asyncio.sleep(_READY_POLL_S)
+    notify("READY=1", SEND_TIMEOUT_S)
 
 
 async def _send_heartbeats(interval_s: float) -> None:

@@ -66,7 +66,7 @@ class ProcessState(NamedTuple):
 
     Attributes:
         host: name of the node.
-        started: the process has sent READY=1: a leader or frontend listens.
+        started: the process has sent a sign of life: a leader or frontend listens.
         cannot_start: it cannot start with its settings on this node, or ends again and again.
         addresses: where it listens, by the setting of the socket.
     """

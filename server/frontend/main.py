@@ -205,7 +205,8 @@ class _Frontend:
                 grpc.reload_tls(credentials.grpc)
 
         reload_on_sighup(settings, apply)
-        async with serving(admin), serving(http), grpc or contextlib.nullcontext(), notify_systemd():
+        ready = notify_systemd(lambda: any(pool.ready for pool in pools))
+        async with serving(admin), serving(http), grpc or contextlib.nullcontext(), ready:
             logger.info("%s serves http=%s:%d", settings.name, *ports.http.getsockname()[:2])
             await first_of(self._stop.wait(), http.stopped.wait(), admin.stopped.wait())
             logger.info("stopping: waiting for %d open requests", sum(pool.open_requests for pool in pools))

@@ -1,6 +1,6 @@
 """Signs of life of the child processes, by the protocol that systemd uses for services of Type=notify; see sd_notify(3).
 
-A child that has started sends READY=1, and its event loop sends WATCHDOG=1 regularly; see `common.config.process`.
+The event loop of a child that has started sends WATCHDOG=1 regularly, and READY=1 when it serves; see `common.config.process`.
 """
 
 import asyncio
@@ -51,6 +51,7 @@ class NotifyListener:
         self._refusals: dict[int, str] = {}
         self._errors: dict[int, str] = {}
         self._heard_s: dict[int, float] = {}
+        self._ready: set[int] = set()
         self._reports: dict[int, tuple[float, CapacityReport]] = {}
 
     def __enter__(self) -> Self:
@@ -83,6 +84,10 @@ class NotifyListener:
         """Whether a child has ever sent a message: it does so when it has started."""
         return pid in self._heard_s
 
+    def is_ready(self, pid: int) -> bool:
+        """Whether a child has said that it serves."""
+        return pid in self._ready
+
     def forget(self, pid: int) -> tuple[str, str]:
         """Forget a child that has ended: its pid may be reused.
 
@@ -91,6 +96,7 @@ class NotifyListener:
         """
         self._receive()
         self._heard_s.pop(pid, None)
+        self._ready.discard(pid)
         self._reports.pop(pid, None)
         return self._refusals.pop(pid, ""), self._errors.pop(pid, "")
 
@@ -112,6 +118,8 @@ class NotifyListener:
         if pid not in self._heard_s:
             self.first_heard.set()
         self._heard_s[pid] = now_s = time.monotonic()
+        if text == "READY=1":
+            self._ready.add(pid)
         report = (
             CapacityReport.from_json(text.removeprefix(CAPACITY_FIELD)) if text.startswith(CAPACITY_FIELD) else None
         )

@@ -117,7 +117,7 @@ class Service:
             async with asyncio.TaskGroup() as tasks:
                 self.models.start(tasks)
                 adopted = tasks.create_task(_reap_adopted())
-                async with notify_systemd():
+                async with notify_systemd(lambda: self.models.frontends.supervisors["frontend"].is_ready):
                     if self._upgrade.replaces:
                         self._begin(self._replace())
                     error = await first_of(self._stopped(), self.models.cannot_start())

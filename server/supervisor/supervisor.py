@@ -103,6 +103,11 @@ class Supervisor:
         return {slot.index: slot.child.pid for slot in self._slots.values() if slot.child}
 
     @property
+    def is_ready(self) -> bool:
+        """Whether all processes have said that they serve."""
+        return len(self.pids) == self.count and all(map(self.notify.is_ready, self.pids.values()))
+
+    @property
     def restarts(self) -> dict[int, int]:
         """Number of restarts by slot."""
         return {slot.index: slot.restarts for slot in self._slots.values()}

@@ -68,12 +68,15 @@ async def test_ready_is_sent_when_the_queue_of_the_supervisor_is_full(
             assert await asyncio.to_thread(next_of, supervisor) == "READY=1"
 
 
+SERVE = ["serve", "--model", str(PREVIEW), "--stages", "1", "--replicas", "1"]
+
+
 @pytest.mark.parametrize(
-    "program",
-    [["worker", "--leader", "127.0.0.1:1"], ["serve", "--external-workers", "--model", str(PREVIEW)]],
-    ids=["worker", "serve"],
+    ("program", "is_ready"),
+    [(["worker", "--leader", "127.0.0.1:1"], False), ([*SERVE, "--external-workers"], False), (SERVE, True)],
+    ids=["worker", "serve without workers", "serve"],
 )
-def test_program_notifies_systemd_when_it_is_ready(program: list[str], tmp_path: Path) -> None:
+def test_program_notifies_systemd_when_it_serves(program: list[str], is_ready: bool, tmp_path: Path) -> None:
     ports = ["--http-port", "0", "--join-port", "0", "--admin-port", "0"] if program[0] == "serve" else []
     told: dict[str, Any] = {
         "NOTIFY_SOCKET": str(tmp_path / "notify"),
@@ -83,7 +86,10 @@ def test_program_notifies_systemd_when_it_is_ready(program: list[str], tmp_path:
     with open(os.devnull, "wb") as devnull, receiver(told["NOTIFY_SOCKET"]) as systemd:
         running = fork_program([*program, *ports], devnull.fileno(), **told)
         try:
-            assert [next_of(systemd) for _ in range(3)] == ["READY=1", "WATCHDOG=1", "WATCHDOG=1"]
+            assert [next_of(systemd) for _ in range(3)] == ["WATCHDOG=1"] * 3
+            while is_ready and next_of(systemd) != "READY=1":
+                pass
+            assert {next_of(systemd) for _ in range(20)} == {"WATCHDOG=1"}
         finally:
             running.kill()
             running.wait()
