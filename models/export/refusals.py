@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 from torch.utils import _pytree
 
 from multiworld_serving.models.bundle.nodes import BATCH
+from multiworld_serving.models.bundle.operators import OPERATORS
 from multiworld_serving.models.errors import ExportError
 
 _OWN_FOLDER = str(Path(__file__).parents[1])
@@ -37,12 +38,11 @@ _BRANCHES = {
     "flex_attention": "use functional.scaled_dot_product_attention with attn_mask",
 }
 """What to write instead of operators that take functions."""
-_OUTSIDE = (
-    "compute this part outside of the model: before it in `decode` or after it in `encode` of a handler (serve --handler), or in the "
-    "client"
-)
+IN_PYTHON = "or write it as a stage in Python (docs/models.md)"
+_OUTSIDE = "compute this part in a stage in Python before or after the bundle (docs/models.md), or in the client"
 _ALTERNATIVES = {
     "aten._pack_padded_sequence.default": "give the padded sequence to the recurrent layer, and mask its output",
+    "complex": "it computes with complex numbers: use their real and imaginary parts",
     "random": "random numbers cannot be exported: use the model without them, or take them as an input",
     "buffer": "it changes a buffer: state between calls cannot be exported",
     "input": "it changes an input in place: compute a new tensor, such as x = x + 1 instead of x += 1",
@@ -78,14 +78,19 @@ def why(error: Exception, fixed: Sequence[str] = ()) -> str:
         fixed: see `recording_fixed_lengths`.
     """
     text, where = str(error), line_of(error)
-    if "data-dependent" in text:
-        return f"the model cannot be exported: a branch, a loop or a size depends on values{where}; {_VALUES}"
+    if "data-dependent" in text or "but got FakeTensor" in text:
+        return (
+            f"the model cannot be exported: a branch, a loop or a size depends on values{where}; {_VALUES}; {IN_PYTHON}"
+        )
     where = where or next(filter(None, reversed(fixed)), "")
     if found := re.search(r"You marked (\S+) as .* a constant \((\d+)\)", text):
         advice = _ROWS if found[1] == BATCH else _LENGTH
         return f"the model cannot be exported: the dimension {found[1]!r} is always {found[2]}{where}; {advice}"
+    if f"Constraints violated ({BATCH})" in text:
+        return f"the model is right for some batch sizes only{where}; {_ROWS}, and no split of dimension 0"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"the model cannot be exported: {type(error).__name__}: {' '.join(lines[:2])[:400]}{where}{advice_for(text)}"
+    explanation = f"{type(error).__name__}: {' '.join(lines[:2])[:400]}"
+    return f"the model cannot be exported: {explanation}{where}{advice_for(text)}; {IN_PYTHON}"
 
 
 def advice_for(text: str) -> str:
@@ -139,10 +144,13 @@ def not_tensors(output: object) -> str:
 def refuse_computed_sizes(module: fx.GraphModule) -> None:
     """Raise ExportError if an operator that is neither torchvision's nor one with advice of its own computes a size from values."""
     node = next((each for each in module.graph.nodes if free_unbacked_symbols(each.meta.get("val"))), None)
+    if node is not None and node.target is torch.ops.aten._local_scalar_dense.default:
+        advice = f"compute with the tensor, without .item(), {IN_PYTHON}"
+        raise ExportError(f"the model takes a number from a tensor{_where(node)}; {advice}")
     if node is not None and str(node.target).startswith("aten.") and str(node.target) not in _ALTERNATIVES:
         raise ExportError(
             f"the model computes a size from values with {node.target}{_where(node)}; keep all elements and mark some, for example with "
-            "torch.where or masked_fill, or take a fixed number with topk"
+            f"torch.where or masked_fill, or take a fixed number with topk; {IN_PYTHON}"
         )
 
 
@@ -160,6 +168,8 @@ def _alternative(node: fx.Node) -> str:
         return _ALTERNATIVES["input" if isinstance(changed, fx.Node) and changed.op == "placeholder" else "buffer"]
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return _ALTERNATIVES["random"]
+    if str(node.target) in OPERATORS:
+        return _ALTERNATIVES["complex"]
     return _ALTERNATIVES.get(str(node.target), _OUTSIDE)
 
 

@@ -209,6 +209,9 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> None:
         value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.is_complex():
+            self._refused.append(node)
+            return
         args = self._argument(node.args)
         kwargs = {name: self._argument(each) for name, each in node.kwargs.items()}
         target = node.target

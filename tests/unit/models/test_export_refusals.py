@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree
 
@@ -65,12 +65,26 @@ def on_cuda(x: Tensor) -> Tensor:
     return x + torch.ones(4, device="cuda")
 
 
+def padded(x: Tensor) -> Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(x[..., None], torch.full((x.shape[0],), 4), batch_first=True)
+    return nn.utils.rnn.pad_packed_sequence(nn.LSTM(1, 1, batch_first=True)(packed)[0], batch_first=True)[0]
+
+
+def halved(x: Tensor) -> Tensor:
+    one, other = torch.cat([x, x]).chunk(2)
+    return one + other
+
+
 def cached(use_cache: bool) -> Callable[[Tensor], dict[str, Any]]:
     return lambda x: {"logits": x * 2} | ({"past_key_values": DynamicCache()} if use_cache else {})
 
 
 REFUSED: list[tuple[Callable[[Tensor], Any], str, str, Callable[[Tensor], Any]]] = [
     (branching, "return x if x.sum() > 0 else -x", "choose between results with torch.where", with_where),
+    (branching, "", "or write it as a stage in Python (docs/models.md)", with_where),
+    (padded, "pad_packed_sequence(", "take sizes from shapes or constants", lambda x: x[..., None]),
+    (lambda x: x * x.max().item(), "function(x)", "takes a number from a tensor", lambda x: x * x.amax(1, True)),
+    (halved, "", "the model is right for some batch sizes only; write x.shape[0]", lambda x: x[:, :2] + x[:, 2:]),
     (sized, "int(x.abs().max())", "take sizes from shapes or constants", lambda x: x[:, : x.shape[1] // 2]),
     (added_to_constant, "torch.ones(2, 4)", "is always 2 (File", added_to_rows),
     (reshaped, "x.view(len(x), 2, 2)", "write x.shape[0] for the number of rows", lambda x: x.view(x.shape[0], 2, 2)),
