@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,9 +16,11 @@ from multiworld_serving.common.config.settings import Options, setting
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from multiworld_serving.models.export.exporter import ExportReport
+    from multiworld_serving.models.export.exporter import ExportReport, ExportSettings
     from multiworld_serving.models.preprocessing import Preprocessing
 
+    Loaded = tuple[nn.Module, dict[str, Tensor], ExportSettings]
+    """A module, examples of its inputs by name, and how to export it."""
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _CHANNELS = "three numbers R,G,B such as 0.485,0.456,0.406"
@@ -29,7 +32,8 @@ class ExportOptions(Options):
     """Options of `export`."""
 
     source: str = setting(positional=True)
-    """package.module:function or file.py:function, which returns an nn.Module; or the name of a torchvision model."""
+    """package.module:function or file.py:function, which returns an nn.Module; the name of a torchvision model; or hf:NAME_OR_FOLDER, a
+    model of transformers."""
     output: Path = setting(names=("--output", "-o"), metavar="PATH")
     """Folder, or .zip file, to write. It must not exist."""
     weights: str | None = setting(None, metavar="NAME")
@@ -78,18 +82,49 @@ def export(options: ExportOptions) -> int:
         multiworld export convnext_tiny --weights DEFAULT -o convnext.bundle
         multiworld export model.py:make --input image:float32[batch,3,64,64] --stages auto -o model.bundle
         multiworld export bert.py:make --example bert.py:example --dynamic ids:1,mask:1=1..512 --stages 3 -o bert.zip
+        multiworld export hf:distilbert/distilbert-base-uncased-finetuned-sst-2-english -o sentiment.bundle
 
     SOURCE is code of yours, which is executed. The bundle contains none of it.
     """
     from multiworld_serving.models.export import exporter
-    from multiworld_serving.models.export.sources import load_module, num_classes, parse_dynamic, read_labels
-    from multiworld_serving.models.export.torchvision_models import INPUT, PROBABILITIES, load_model
+    from multiworld_serving.models.export.sources import parse_dynamic
 
-    source, weights = options.source, options.weights
-    dynamic = tuple(map(parse_dynamic, options.dynamic))
+    settings = exporter.ExportSettings(
+        name=options.name or _name_of(options.output),
+        version=options.version,
+        inputs=(),
+        max_batch_size=options.max_batch_size,
+        dynamic=tuple(map(parse_dynamic, options.dynamic)),
+        num_stages=None if options.stages == "auto" else int(options.stages),
+    )
     exporter.check_path(options.output)
     progress = partial(print, file=sys.stderr, flush=True)
     progress("loading the model")
+    load = _of_transformers if options.source.startswith("hf:") else _of_torch
+    module, example, settings = load(options, settings)
+    report = exporter.export_model(module, list(example.values()), options.output, settings, progress)
+    _show(report, options.output)
+    return 0
+
+
+def _of_transformers(options: ExportOptions, settings: "ExportSettings") -> "Loaded":
+    from multiworld_serving.models.export.transformers_models import load_model
+
+    given = ("weights", "example", "input", "image_size", "resize", "mean", "std", "labels")
+    if unused := [name for name in given if getattr(options, name)]:
+        raise UserError(
+            f"--{unused[0].replace('_', '-')} does not apply to {options.source}, which has its own weights, inputs and labels: leave it "
+            "out, or export a function that returns the model"
+        )
+    return load_model(options.source.removeprefix("hf:"), settings)
+
+
+def _of_torch(options: ExportOptions, settings: "ExportSettings") -> "Loaded":
+    """A model of torchvision, or the module that a function returns."""
+    from multiworld_serving.models.export.sources import load_module, num_classes, read_labels
+    from multiworld_serving.models.export.torchvision_models import INPUT, PROBABILITIES, load_model
+
+    source, weights = options.source, options.weights
     published: Preprocessing | None = None
     labels: tuple[str, ...] = ()
     if ":" not in source:
@@ -103,20 +138,8 @@ def export(options: ExportOptions) -> int:
         labels = read_labels(str(options.labels), num_classes(module, example, image))
     elif image is None or weights is None:
         labels = ()
-    details = exporter.ExportSettings(
-        name=options.name or _name_of(options.output),
-        version=options.version,
-        inputs=tuple(example),
-        max_batch_size=options.max_batch_size,
-        dynamic=dynamic,
-        num_stages=None if options.stages == "auto" else int(options.stages),
-        image=image,
-        labels=labels,
-        output=PROBABILITIES if published is not None and labels else None,
-    )
-    report = exporter.export_model(module, list(example.values()), options.output, details, progress)
-    _show(report, options.output)
-    return 0
+    output = PROBABILITIES if published is not None and labels else None
+    return module, example, replace(settings, inputs=tuple(example), image=image, labels=labels, output=output)
 
 
 def _name_of(output: Path) -> str:
@@ -182,4 +205,7 @@ def _show(report: "ExportReport", path: Path) -> None:
         for each in tensors:
             shape = ",".join("?" if dim is None else str(dim) for dim in each.shape)
             print(f"{kind} {each.name} {DATATYPES[each.dtype]} [{shape}]")
+    if (image := report.manifest.image) is not None:
+        sides = f"shorter side resized to {image.resize_size}, center crop of {image.crop_size}"
+        print(f"images: {sides}, mean {image.mean}, std {image.std}")
     print(f"{path} is complete; serve it: multiworld serve --model {path} --stages {len(cut.stage_s)}")

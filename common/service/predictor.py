@@ -49,7 +49,7 @@ class ServedModel:
     image: ImageSizes | None = None
     """None: the input is not an image. Else it is uint8 [batch, 3, crop_size, crop_size]."""
     labels: tuple[str, ...] = ()
-    """One per class, if the output is the probabilities of classes [batch, classes]; else empty."""
+    """One per class, if the output is the probabilities of classes [batch, …, classes]; else empty."""
     pipeline: PipelineDescription | None = None
     """Of a pipeline in Python, whose rows are objects; it has no inputs and outputs then."""
 

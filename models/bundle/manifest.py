@@ -61,7 +61,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         costs_s: seconds per row of each node of the graph, estimated when the bundle was made. Other numbers of stages are cut by them,
             never after a node that takes no time.
         image: preprocessing of images, if the model takes one input of images: uint8 [B,3,crop_size,crop_size].
-        labels: one per class, if the output is the probabilities of classes [B,classes]; else empty.
+        labels: one per class, if the output is the probabilities of classes [B,…,classes]; else empty.
         made_with: the versions of the programs that made it, for people.
         sha256: digests of the other files, by file name.
         independent_rows: whether the export has proven that each row of a batch is computed independently of the others. Bundles of
@@ -131,8 +131,10 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
             size = self.image.crop_size
             if [(each.dtype, each.shape) for each in self.inputs] != [("uint8", (BATCH, 3, size, size))]:
                 raise _invalid(f"a model with image preprocessing has one input, uint8 [{BATCH}, 3, {size}, {size}]")
-        if self.labels and [each.shape for each in self.outputs] != [(BATCH, len(self.labels))]:
-            raise _invalid(f"a model with labels has one output [{BATCH}, {len(self.labels)}]")
+        ends = [each.shape if self.image is not None else (BATCH, *each.shape[1:][-1:]) for each in self.outputs]
+        if self.labels and ends != [(BATCH, len(self.labels))]:
+            count = len(self.labels)
+            raise _invalid(f"a model with labels has one output [{BATCH}, …, {count}], for images [{BATCH}, {count}]")
 
 
 def lengths_to_check(dimensions: Mapping[str, tuple[int, int]]) -> tuple[dict[str, int], ...]:

@@ -40,7 +40,8 @@ class ExportSettings:
         dynamic: variable dimensions besides the batch.
         num_stages: None: chosen by the estimated costs.
         image: the module takes one input of normalised images, float32 [B,3,size,size]. The bundle takes uint8 images and normalises them.
-        labels: one per class. The bundle returns probabilities instead of logits.
+        labels: one per class. The bundle returns probabilities.
+        logits: with labels, the module returns logits, which the bundle turns into probabilities.
         output: name of the only output; None: "output".
         checked: batch sizes at which the graph is compared with the module; None: 1, 2 and the largest.
     """
@@ -53,6 +54,7 @@ class ExportSettings:
     num_stages: int | None = 1
     image: Preprocessing | None = None
     labels: tuple[str, ...] = ()
+    logits: bool = True
     output: str | None = None
     checked: tuple[int, ...] | None = None
 
@@ -95,8 +97,9 @@ def export_model(
     """
     _check_options(example, path, options)
     module = model.eval()
-    if options.image is not None or options.labels:
-        module = ImageModel(model, options.image, probabilities=bool(options.labels))
+    to_probabilities = bool(options.labels) and options.logits
+    if options.image is not None or to_probabilities:
+        module = ImageModel(model, options.image, probabilities=to_probabilities)
     if options.image is not None:
         example = [_images(options.image)]
     progress("capturing the model")

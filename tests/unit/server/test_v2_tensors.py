@@ -9,6 +9,9 @@ import torch
 
 from multiworld_serving.common.service.predictor import ImageSizes, Prediction, ServedModel
 from multiworld_serving.models.bundle.manifest import TensorSpec
+from multiworld_serving.server.frontend.api.inference import OutputOptions
+from multiworld_serving.server.frontend.api.oip.infer_response import build_response
+from multiworld_serving.server.frontend.api.oip.metadata import Signature
 from multiworld_serving.server.frontend.api.oip.tensors import BINARY_ONLY, DATATYPES
 from tests.unit.server.frontend_app import ColourPredictor, RunningFrontend, image_bytes, running_frontend
 from tests.unit.server.text_model import INFER, TEXT, binary, binary_outputs, tensors, text_predictor
@@ -47,6 +50,16 @@ async def test_tensors_travel_as_binary_data_in_both_directions(frontend: Runnin
     assert torch.equal(halves, (IDS / 2).bfloat16())
     assert mixed.status_code == 200, mixed.text
     assert b'"data":[3.0,605.0]' in mixed.content
+
+
+def test_classes_of_each_token_have_their_labels() -> None:
+    outputs = (TensorSpec("probabilities", "float32", ("batch", "tokens", 2)),)
+    model = ServedModel("tags", "v1", TEXT.inputs, outputs, TEXT.dimensions, labels=("noun", "verb"))
+    rows = model.output_rows.pack([torch.tensor([[[0.75, 0.25], [0.125, 0.875]]])])
+    prediction = Prediction(rows, "tags", "v1", 0, 0, 0, 1, ("w",))
+    body, _ = build_response(prediction, [OutputOptions(0, 1, False)], None, Signature(model, max_rows=8))
+    (output,) = json.loads(body)["outputs"]
+    assert (output["shape"], output["data"]) == ([1, 2, 1], ["0.75:0:noun", "0.875:1:verb"])
 
 
 async def test_metadata_describes_inputs_outputs_and_dimensions(frontend: RunningFrontend) -> None:
