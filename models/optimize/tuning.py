@@ -90,23 +90,37 @@ class ExecutionMode:
         """Compute float32 on a GPU with or without TF32 while the block runs, in the whole process. cuDNN uses TF32 by default.
 
         The flags with the old names set those with the new names. If only the new ones are set, torch 2.14 raises errors where it reads
-        the old ones.
+        the old ones. Stages in Python may have set any of them.
         """
         if device.type != "cuda":
             yield
             return
-        libraries: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = [library.allow_tf32 for library in libraries]
+        matmul: Any = torch.backends.cuda.matmul
+        cudnn: Any = torch.backends.cudnn
+        old_flags, new_flags = (matmul, cudnn), (matmul, cudnn.conv, cudnn.rnn)
+        old, new = [_allows_tf32(each) for each in old_flags], [each.fp32_precision for each in new_flags]
         try:
-            for library in libraries:
+            for library in old_flags:
                 library.allow_tf32 = self.precision == "tf32"
             yield
         finally:
-            for library, allowed in zip(libraries, before, strict=True):
-                library.allow_tf32 = allowed
+            for library, allowed in zip(old_flags, old, strict=True):
+                if allowed is not None:
+                    library.allow_tf32 = allowed
+            for flag, value in zip(new_flags, new, strict=True):
+                if flag.fp32_precision != value:
+                    flag.fp32_precision = value
 
     def __str__(self) -> str:
         return f"{self.method}/{self.precision}"
+
+
+def _allows_tf32(library: Any) -> bool | None:
+    """None if flags with new names contradict those with old ones."""
+    try:
+        return bool(library.allow_tf32)
+    except RuntimeError:
+        return None
 
 
 @lru_cache(maxsize=8)

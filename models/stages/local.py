@@ -12,6 +12,8 @@ import torch
 from multiworld_serving.models.bundle.cutting import cuts_of
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.bundle.stage import BundleStage, stage_specs
+from multiworld_serving.models.optimize.optimizing import OptimizedStage
+from multiworld_serving.models.optimize.tuning import ExecutionMode
 from multiworld_serving.models.stages.api import Bundle, InvalidInput, Request
 from multiworld_serving.models.stages.bundle_stage import BundleObjects
 from multiworld_serving.models.stages.objects import OBJECT_ROWS, encode, rows_of
@@ -76,6 +78,7 @@ def _parts(path: str, element: Bundle, device: torch.device, *, is_first: bool) 
     graphs = bundle.graph.cut(cuts_of(bundle.manifest, bundle.graph, element.stages))
     parts = []
     for spec, graph in zip(stage_specs(bundle.manifest, graphs), graphs, strict=True):
-        module = BundleStage(spec, bundle.build(graph)).to(device)
+        as_written = BundleStage(spec, bundle.build(graph)).to(device)
+        module = OptimizedStage(as_written, ExecutionMode("eager"), "in one process")
         parts.append(BundleObjects(spec, module, device, element.pad, _ROWS, is_first=is_first and spec.is_first))
     return parts

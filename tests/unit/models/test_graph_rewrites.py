@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from multiworld_serving.models.optimize import optimizing, tuning
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable
 from multiworld_serving.models.optimize.optimizing import folded, optimize
-from multiworld_serving.models.optimize.tuning import Tuning
+from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.transfers import Transfers
 from tests.bundles import classifier_bundle, text_bundle
-from tests.fake_cuda import use_processor_with_tf32
+from tests.fake_cuda import CUDA, use_processor_with_tf32
 from tests.resnets import sent_weights
 
 CPU = torch.device("cpu")
@@ -211,6 +212,23 @@ def test_auto_is_bfloat16_only_if_the_device_supports_it(
 def test_invalid_tuning_is_refused(precision: str, optimize: str, word: str) -> None:
     with pytest.raises(StageSpecError, match=word):
         Tuning(precision, optimize)
+
+
+@pytest.mark.parametrize("convolutions", ["tf32", "ieee"])
+def test_flags_of_the_process_are_the_same_after_a_stage_has_been_computed(convolutions: str) -> None:
+    """Also flags of which torch refuses to read the old ones, as a stage in Python may set them."""
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    before = [cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, matmul.fp32_precision]
+    cudnn.conv.fp32_precision = convolutions
+    try:
+        for precision, expected in (("float32", False), ("tf32", True)):
+            with ExecutionMode("fused", precision).active(CUDA):
+                assert (matmul.allow_tf32, cudnn.allow_tf32) == (expected, expected)
+            assert [cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision] == [convolutions, before[1]]
+            assert matmul.fp32_precision == before[2]
+    finally:
+        cudnn.conv.fp32_precision = before[0]
 
 
 def test_tf32_is_float32_on_devices_without_it() -> None:
