@@ -63,6 +63,8 @@ def _plant(fault: str) -> None:
     def faulty_forward(*arguments: Any) -> Tensor:
         if fault == "dies-warming":
             _die()
+        if fault == "device-fails-loading":
+            _fail_device()
         if fault in BEFORE_COMPUTING and batches > SELF_TESTS:
             BEFORE_COMPUTING[fault]()
         output = forward(*arguments)

@@ -63,6 +63,7 @@ FAULTS = {
     # It reports the batch, or cannot even do that; it ends by its own exit timer, a MemoryError, or an abort.
     "no-memory": ({"error", "exit"}, ...),
     "device-fails": ({"error"}, 71),
+    "device-fails-loading": ({"error"}, 71),
 }
 """The causes with which the link may end, and the exit status of the worker: None if it goes on, ... for any error."""
 
