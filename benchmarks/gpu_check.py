@@ -99,6 +99,7 @@ def run_in_own_process(step: Step, number: int, options: argparse.Namespace, lim
     command += ["--device", options.device, "--out", str(options.out), "--peers-python", options.peers_python]
     command += ["--patience", str(options.patience)]
     started_s, reason = time.monotonic(), ""
+    file.unlink(missing_ok=True)  # of an earlier run
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *(["--small"] if options.small else [])], stdout=output, stderr=output, start_new_session=True
@@ -112,7 +113,7 @@ def run_in_own_process(step: Step, number: int, options: argparse.Namespace, lim
     found: dict[str, Any] = {"found": {}, "device": options.device}
     with suppress(OSError, ValueError):
         found = json.loads(file.read_text(encoding="utf-8"))
-    if process.returncode not in (0, _NEEDS_GPU_STATUS):
+    if process.returncode not in (0, _NEEDS_GPU_STATUS) or found.get("status") not in (DONE, NEEDS_GPU):
         found |= {"status": FAILED, "reason": reason or found.get("reason") or _how_it_ended(process.returncode)}
     found |= {"step": step.name, "seconds": round(time.monotonic() - started_s, 1)}
     found["output"] = log.read_text(errors="replace")[-_OUTPUT_CHARS:]
@@ -138,9 +139,10 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.poll()
         with suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
+            # The step itself first: otherwise its status would be lost.
+            while process.poll() is not None and os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         time.sleep(_PAUSE_S)
 
 
@@ -209,9 +211,9 @@ def main() -> int:
     parser.add_argument("--call", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.call is None:
         return check(options, started_s + options.limit_s)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     setup = Setup(
         options.device,
         options.small,

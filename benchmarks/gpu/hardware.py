@@ -32,6 +32,11 @@ def driver(setup: Setup) -> None:
     setup.add(
         "environment", {name: os.environ[name] for name in sorted(os.environ) if "NCCL" in name or "CUDA" in name}
     )
+    if not setup.on_gpu:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except Exception as error:  # noqa: BLE001 - it is the result
+            setup.add("no CUDA because", str(error))
     setup.require_gpu("a device to describe")
     version = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
