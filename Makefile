@@ -73,7 +73,7 @@ soak: $(STAMP) ## Test scheduler and worlds under random faults with new seeds: 
 	MULTIWORLD_TEST_CYCLES=1000 $(BIN)/python -m pytest -q tests/integration/test_worlds_reclaim.py -k leak_nothing || status=1; \
 	exit $$status
 
-mutants: $(STAMP) ## Plant 30 known bugs, one at a time, and list the bugs that no test detects. Takes about 30 minutes.
+mutants: $(STAMP) ## Plant known bugs, one at a time, and list the bugs that no test detects. Takes about 30 minutes.
 	exec $(BIN)/python -m tests.mutations $(ARGS)
 
 proto: ## Compile open_inference.proto after a change of it; the descriptor is committed.
