@@ -90,7 +90,7 @@ class ExecutionMode:
         """Compute float32 on a GPU with or without TF32 while the block runs, in the whole process. cuDNN uses TF32 by default.
 
         The flags with the old names set those with the new names. If only the new ones are set, torch 2.14 raises errors where it reads
-        the old ones. Stages in Python may have set any of them.
+        the old ones. Stages in Python may have set any of them. Not run on a GPU yet: tests emulate TF32.
         """
         if device.type != "cuda":
             yield
