@@ -25,7 +25,8 @@ from multiworld.errors import WorldExistsError, WorldNotFoundError
 from multiworld.events import EventStream, WorldEvent
 from multiworld.membership.acceptor import Answerer
 from multiworld.membership.listeners import Listeners, default_runtime_dir, listening_address, listening_host
-from multiworld.transport.segments import Register, SegmentPool
+from multiworld.transport.memory import HostMemory, Register
+from multiworld.transport.segments import SegmentPool
 from multiworld.world import World, WorldState
 
 logger = logging.getLogger(__name__)
@@ -67,9 +68,10 @@ class WorldManager:
             /tmp, whichever first has a path that is short enough.
         on_shared_memory_missing: called on any thread, also in the middle of operations, for each tensor that is copied through a socket
             because the system has no shared memory for it. Must not block or raise.
-        register_shared_memory: called on any thread for each new segment of shared memory, which is used many times, with its address and
-            size in bytes. Returns a function that is called before the segment is freed. Neither may raise. `cudaHostRegister`, for
-            example, makes copies between a GPU and these segments fast. None: nothing.
+        register_shared_memory: prepares shared memory, for example with `cudaHostRegister`, which makes copies between a GPU and it fast.
+            Called on any thread with address, size in bytes, and whether the memory may be written: for each new segment, and for each
+            segment of a peer in which a view arrives. Both are used many times. Such views may only be read: writing to them ends the
+            process. Returns a function that is called before the memory is freed. Neither may raise. None: nothing.
     """
 
     def __init__(
@@ -89,7 +91,12 @@ class WorldManager:
     ) -> None:
         if shared_memory_bytes is None:
             shared_memory_bytes = int(os.environ.get("MULTIWORLD_SHARED_MEMORY_BYTES", _SHARED_MEMORY_BYTES))
-        self._segments = SegmentPool(shared_memory_bytes, on_shared_memory_missing, register_shared_memory)
+        self._segments = SegmentPool(
+            shared_memory_bytes,
+            on_shared_memory_missing,
+            HostMemory(register_shared_memory),
+            keep_mappings=register_shared_memory is not None,
+        )
         folder = default_runtime_dir() if runtime_dir is None else runtime_dir
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._heartbeat = HeartbeatConfig(

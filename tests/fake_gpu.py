@@ -40,17 +40,58 @@ class FakeStream:
                 self._done += 1
                 kernel()
 
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.queue(event.run)
+
+    def synchronize(self) -> None:
+        self.run()
+
+
+class FakeEvent:
+    """A point in a stream. As long as `running` is not set, the GPU is busy, and who waits blocks."""
+
+    running = threading.Event()
+
+    def __init__(self, *, blocking: bool = False) -> None:
+        self._stream = FakeStream()
+        self._queued = 0
+
+    def record(self, stream: FakeStream) -> None:
+        self._stream, self._queued = stream, len(stream._kernels)
+
+    def run(self) -> None:
+        self._stream.run(self._queued)
+
+    def synchronize(self) -> None:
+        assert self.running.wait(60)
+        self.run()
+
+
+class PinnedTensor(Tensor):
+    """A tensor in pinned memory of the host. Copying it to the GPU is queued on the current stream."""
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+    def to(self, *arguments: Any, **options: Any) -> Any:
+        there, source = on_gpu(torch.full(self.shape, 77, dtype=self.dtype)), self.as_subclass(Tensor)
+        there.copy_(source)
+        return there
+
 
 class GpuTensor(Tensor):
-    """A tensor on the GPU. Copying into it is queued on the current stream."""
+    """A tensor on the GPU. Copies into it, and to pinned memory, are queued on the current stream."""
 
     is_cuda = True
     device = GPU
 
+    def record_stream(self, stream: Any) -> None:
+        """Its memory is not used again here."""
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_ and isinstance(args[0], cls) and not isinstance(args[1], cls):
-            target, source = args[0].as_subclass(Tensor), args[1]
+        if func is Tensor.copy_ and isinstance(args[0], cls) != isinstance(args[1], cls):
+            target, source = args[0].as_subclass(Tensor), args[1].as_subclass(Tensor)
             _current().queue(lambda: target.copy_(source))
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -95,6 +136,16 @@ def _call_on(stream: FakeStream | None, call: Callable[[], Any]) -> Any:
 def _await_queued(stream: FakeStream | None) -> None:
     if stream is not None:
         stream.run()
+
+
+def install_streams(patch: pytest.MonkeyPatch) -> None:
+    """Replace the streams and events of torch."""
+    FakeEvent.running.set()
+    patch.setattr(torch.cuda, "Stream", lambda device: FakeStream())
+    patch.setattr(torch.cuda, "Event", FakeEvent)
+    patch.setattr(torch.cuda, "stream", current)
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: _current())
+    patch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.setup import NeedsGpuError, Setup
+from multiworld.transport.memory import HostMemory
 from multiworld.transport.segments import SegmentPool
 from multiworld_serving.workers.compute.pinned_memory import PinnedMemory
 from multiworld_serving.workers.compute.transfers import GpuTransfers, Transfers
@@ -74,7 +75,7 @@ def copies(setup: Setup) -> None:
     register = PinnedMemory(device).register if setup.on_gpu else None
     rounds = 2 if setup.small else 20
     for mib in (1, 4) if setup.small else (1, 4, 16, 64):
-        pool = SegmentPool(4 * mib * _MIB, register=register)
+        pool = SegmentPool(4 * mib * _MIB, memory=HostMemory(register))
         batch = pool.allocate((mib * _MIB // 4,), torch.float32).fill_(1.0)
         there = transfers.to_device(batch)()
         transfers.to_host(there, allocate=pool.allocate)

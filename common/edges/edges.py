@@ -69,7 +69,7 @@ class Edges:
         settings: EdgePortSettings,
         metrics: EdgeMetrics,
         bind_host: str = "",
-        register: Callable[[int, int], Callable[[], None]] | None = None,
+        register: Callable[[int, int, bool], Callable[[], None]] | None = None,
     ) -> None:
         self.holder = ""
         self.store = TensorStore(_MAX_KEPT_BYTES, metrics, settings.edge_min_bytes)

@@ -1,13 +1,8 @@
-"""Shared memory of one process: memfd segments that a tensor can be produced in and sent from without a copy.
+"""The segments of one process: memory that a tensor can be produced in and sent from without a copy, and what peers have lent to it.
 
-A segment has no name, so nothing is left when a process is killed. Its size is sealed, so a consumer that maps it cannot get SIGBUS, and
-only the mapping of the producer can be written (F_SEAL_FUTURE_WRITE, Linux 5.1 and newer). It contains data only: who uses it is counted
-here, from messages.
+A segment contains data only: who uses it is counted here, from messages.
 """
 
-import contextlib
-import errno
-import fcntl
 import logging
 import math
 import mmap
@@ -16,11 +11,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from multiworld.transport.memory import Block, HostMemory, Memory
 
 logger = logging.getLogger(__name__)
 
@@ -30,51 +27,24 @@ _MAX_SEGMENTS = 128
 """Limit of segments per process; each needs two file descriptors."""
 _LOG_INTERVAL_S = 10.0
 """Time between warnings that there is no shared memory."""
-_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_F_SEAL_FUTURE_WRITE = 0x10
-_HUGE_BYTES = 2 << 20
-"""From this size on, a segment asks for huge pages, which are mapped faster: 6 MiB go there and back in place in 0.6 ms, else in 1.9.
-The kernel grants them if /sys/kernel/mm/transparent_hugepage/shmem_enabled is `advise`."""
-_MADV_POPULATE_WRITE = 23
-"""Allocates the pages of a mapping (Linux 5.14 and newer); posix_fallocate would allocate small ones."""
+_MAX_KEPT = 64
+_MAX_KEPT_BYTES = 1 << 28
+"""Limits of the blocks of one peer that stay mapped while no tensor uses them."""
 
 
 class Segment:
-    """A memfd that this process has mapped. Closed when no reference and no tensor inside it is left.
+    """A block of this process.
 
     Attributes:
         users: the tensor or the ring of this process in the segment, and each sent message in it that its receiver has not released.
-        unregister: called before the segment is freed; see `Register`.
         retired: the segment is freed, not used again, when it is unused. A receiver whose connection has ended may still read it.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, block: Block, size: int) -> None:
+        self.block, self.address, self.fd = block, block.address, block.fd
         self.size = size
-        self.unregister: Callable[[], None] = lambda: None
         self.users = 1
         self.retired = False
-        self.fd = os.memfd_create("multiworld", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.close = weakref.finalize(self, os.close, self.fd)
-        self.close.atexit = False
-        os.ftruncate(self.fd, size)
-        self.memory = mmap.mmap(self.fd, size)
-        if size >= _HUGE_BYTES:
-            with contextlib.suppress(OSError):  # not known to this kernel
-                self.memory.madvise(mmap.MADV_HUGEPAGE)
-                self.memory.madvise(_MADV_POPULATE_WRITE)
-        os.posix_fallocate(self.fd, 0, size)  # reports missing memory now; a later access would end the process
-        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
-
-
-Register: TypeAlias = Callable[[int, int], Callable[[], None]]
-"""Prepares the memory of a new segment, given its address and size in bytes. Returns what undoes it before the memory is freed. Neither
-may raise."""
 
 
 class SegmentPool:
@@ -86,18 +56,21 @@ class SegmentPool:
     Args:
         budget_bytes: limit of the size of all segments together.
         on_missing: called each time that the system has no memory for a segment. Must not block, raise or use the pool.
-        register: prepares the memory of each segment, for example pins it for copies from a GPU; None: nothing. Must not use the pool.
+        memory: the kind of memory.
+        keep_mappings: receive views with `Mappings`.
     """
 
     def __init__(
         self,
         budget_bytes: int,
         on_missing: Callable[[], None] = lambda: None,
-        register: Register | None = None,
+        memory: Memory | None = None,
+        keep_mappings: bool = False,
     ) -> None:
         self._budget_bytes = budget_bytes
         self._on_missing = on_missing
-        self._register = register
+        self.memory = HostMemory() if memory is None else memory
+        self.keep_mappings = keep_mappings
         self._logged_s = -_LOG_INTERVAL_S
         self.forget()
         _pools.add(self)
@@ -108,9 +81,8 @@ class SegmentPool:
         segment = self.take(size) if size >= MIN_BYTES else None
         if segment is None:
             return torch.empty(tuple(shape), dtype=dtype)
-        buffer = memoryview(segment.memory)  # the storage of the tensor keeps it alive
-        weakref.finalize(buffer, self._on_tensor_dropped, self._dropped, segment).atexit = False
-        return torch.frombuffer(buffer, dtype=torch.uint8, count=size).view(dtype).view(tuple(shape))
+        on_dropped = partial(self._on_tensor_dropped, self._dropped, segment)
+        return self.memory.tensor(segment.block, 0, size, on_dropped).view(dtype).view(tuple(shape))
 
     def take(self, size: int) -> Segment | None:
         """Take an unused segment of at least `size` bytes until `release`; None if there is no memory for it."""
@@ -124,15 +96,16 @@ class SegmentPool:
             self._make_room(capacity)
             if len(self._segments) >= _MAX_SEGMENTS or self.reserved_bytes + capacity > self._budget_bytes:
                 return None
-            try:
-                segment = Segment(capacity)
-            except OSError as error:
-                self._report_missing(size, error)
-                return None
-            if self._register is not None:
-                segment.unregister = self._register(segment.address, capacity)
-            self._segments[segment.address] = segment
             self.reserved_bytes += capacity
+        try:  # without the lock, because pinning memory takes long
+            segment = Segment(self.memory.create(capacity), capacity)
+        except OSError as error:
+            with self._lock:
+                self.reserved_bytes -= capacity
+            self._report_missing(size, error)
+            return None
+        with self._lock:
+            self._segments[segment.address] = segment
         return segment
 
     def _report_missing(self, size: int, error: OSError) -> None:
@@ -196,8 +169,7 @@ class SegmentPool:
     def _free(self, segment: Segment) -> None:
         del self._segments[segment.address]
         self.reserved_bytes -= segment.size
-        segment.unregister()
-        segment.close()
+        segment.block.close()
 
     def _make_room(self, size: int) -> None:
         """Free kept segments of other sizes until one of `size` bytes is within the limits."""
@@ -209,7 +181,8 @@ class SegmentPool:
         """Start without segments. In a forked child, those of the parent must not be used, and their descriptors are closed."""
         self._lock = threading.Lock()  # another thread of the parent may hold that of the parent
         for segment in getattr(self, "_segments", {}).values():
-            segment.close()
+            if segment.block.close.detach() is not None:  # its tensors may be used
+                os.close(segment.fd)
         self._segments: dict[int, Segment] = {}  # by address
         self._kept: dict[int, list[Segment]] = {}  # unused, by size
         self._dropped: deque[Segment] = deque()
@@ -227,19 +200,30 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def check_segment(fd: int, offset: int, size: int) -> None:
-    """Check a descriptor from another process: a memfd whose size is sealed and that has `size` bytes at `offset`.
+class Mappings:
+    """The blocks that one peer has lent. Each is opened once and kept, so that it is pinned for a GPU once. Not thread-safe.
 
-    Raises ValueError otherwise. Then neither a read nor a mapping of these bytes can fail or block later.
+    Its tensors may only be read: writing to them ends the process. A block that was evicted stays mapped until its last tensor is dropped.
     """
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        raise ValueError("it sent a descriptor that is not shared memory") from None
-    if seals & _SIZE_SEALS != _SIZE_SEALS:
-        raise ValueError("it sent shared memory whose size can change")
-    if offset < 0 or offset + size > (length := os.fstat(fd).st_size):
-        raise ValueError(f"it sent {size} bytes at {offset} of a segment of {length}")
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._blocks: dict[Hashable, Block] = {}  # the last used one last
+
+    def view(self, fd: int, block_bytes: int, offset: int, size: int, on_dropped: Callable[[], object]) -> Tensor:
+        """Return a view uint8 [size] of the block of a descriptor. Arguments and errors are those of `Memory.open` and `Memory.tensor`."""
+        key = self._memory.key(fd)
+        block = self._blocks.pop(key, None)
+        if block is None:
+            block = self._memory.open(fd, block_bytes)
+            self._evict(block_bytes)
+        self._blocks[key] = block
+        return self._memory.tensor(block, offset, size, on_dropped)
+
+    def _evict(self, more_bytes: int) -> None:
+        kept_bytes = sum(block.size for block in self._blocks.values())
+        while self._blocks and (len(self._blocks) >= _MAX_KEPT or kept_bytes + more_bytes > _MAX_KEPT_BYTES):
+            kept_bytes -= self._blocks.pop(next(iter(self._blocks))).size
 
 
 def _capacity(size: int) -> int:

@@ -1,9 +1,9 @@
 """A connection between two members on one host: a Unix socket for heads and small messages, shared memory for the rest.
 
 The payload of `send_message` is sent in place if it lies in a segment of the sender (`SegmentPool.allocate`): the message passes the
-descriptor of the segment. The receiver copies the bytes, or maps them privately as a view, and releases the lease. Other data goes through
-the ring, a segment of a few slots that belongs to this connection. The sender fills a slot while the receiver copies the one before, and a
-slot is written again when the receiver reports that it has copied it.
+descriptor of the segment. The receiver copies the bytes, or maps them as a view, and releases the lease. Other data goes through the ring,
+a segment of a few slots that belongs to this connection. The sender fills a slot while the receiver copies the one before, and a slot is
+written again when the receiver reports that it has copied it.
 
 Everything that the peer sends is checked here: the descriptor (`check_segment`), offset and length against the announced message, and
 the numbers of leases. No state lies in shared memory.
@@ -16,14 +16,18 @@ import os
 import socket
 import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from multiworld.ops.operation import Message, Receive, Send, View
+from multiworld.ops.buffers import byte_view
+from multiworld.ops.operation import NO_MEMORY, Message, Receive, Send, View
 from multiworld.transport.connection import SENDMSG_BUFFERS, Announced, PeerConnection, SocketPayloads
-from multiworld.transport.segments import MIN_BYTES, Segment, SegmentPool, check_segment
+from multiworld.transport.memory import check_segment
+from multiworld.transport.segments import MIN_BYTES, Mappings, Segment, SegmentPool
 from multiworld.transport.wire import HEAD, IN_PLACE, IN_RING, PIECE, PIECE_DONE, RELEASE, RING, Output, pack_head
 
 SLOT_BYTES = 1 << 19
@@ -48,7 +52,9 @@ class SharedPayloads(SocketPayloads):
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
+        self._mappings = Mappings(pool.memory)
         self._ring: Segment | None = None
+        self._slots = NO_MEMORY  # of the ring
         self._pieces_sent = self._pieces_done = 0
         self._leases: dict[int, Segment] = {}  # sent in place, not released by the peer
         self._last_lease = 0
@@ -99,6 +105,7 @@ class SharedPayloads(SocketPayloads):
         self._ring = self._pool.take(RING_BYTES)
         if self._ring is None:
             return False
+        self._slots = byte_view(self._pool.memory.tensor(self._ring.block, 0, RING_BYTES, lambda: None))
         connection.outbox.append(Output(pack_head(RING, 0, RING_BYTES), fd=self._ring.fd))
         return True
 
@@ -150,7 +157,7 @@ class SharedPayloads(SocketPayloads):
         piece, output.to_ring = rest[:SLOT_BYTES], rest[SLOT_BYTES:]
         at = self._pieces_sent % SLOTS * SLOT_BYTES
         assert self._ring is not None
-        self._ring.memory[at : at + len(piece)] = piece
+        self._slots[at : at + len(piece)] = piece
         frame = Output(pack_head(PIECE))
         self._pieces_sent += 1
         if not output.to_ring:
@@ -229,7 +236,7 @@ class SharedPayloads(SocketPayloads):
         fd, size = self._take_fd(), announced[1]
         try:
             check_segment(fd, offset, size)
-            message = connection.queues.match(*announced, lambda view: _map(connection, view, fd, lease, offset))
+            message = connection.queues.match(*announced, lambda view: self._place(connection, view, fd, lease, offset))
             if not isinstance(message, Receive) or message.view is None or not message.view.shared:
                 if os.preadv(fd, [message.memory], offset) != size:
                     raise ValueError(f"it sent a segment that cannot be read at {offset}")
@@ -237,6 +244,17 @@ class SharedPayloads(SocketPayloads):
         finally:
             os.close(fd)
         connection.owner.on_transferred(message)
+
+    def _place(self, connection: PeerConnection, view: View, fd: int, lease: int, offset: int) -> Tensor:
+        """Map the data of a view. Without memory for it, use our own."""
+        on_dropped = partial(_release, weakref.ref(connection), pack_head(RELEASE, lease=lease))
+        try:
+            if self._pool.keep_mappings:
+                size = os.fstat(fd).st_size
+                return view.place(self._mappings.view(fd, size, offset, view.size_bytes, on_dropped))
+            return view.place(_private(fd, offset, view.size_bytes, on_dropped))
+        except OSError:
+            return view.allocate()
 
     def _on_release(self, lease: int) -> None:
         if lease not in self._leases:
@@ -258,25 +276,20 @@ class SharedPayloads(SocketPayloads):
         for segment in self._leases.values():
             self._pool.release(segment, retire=True)
         self._leases.clear()
+        self._slots, self._mappings = NO_MEMORY, Mappings(self._pool.memory)
         if self._ring is not None:
             self._pool.release(self._ring, retire=True)
         self._ring = self._peer_ring = self._slotted = None
         return pending
 
 
-def _map(connection: PeerConnection, view: View, fd: int, lease: int, offset: int) -> Tensor:
-    """Map the data of a view, privately, so that writing to it changes only our memory. Without memory for it, use our own."""
+def _private(fd: int, offset: int, size: int, on_dropped: Callable[[], object]) -> Tensor:
+    """Map memory of the peer so that writing to it changes only our memory. Raises OSError."""
     start = offset % mmap.ALLOCATIONGRANULARITY
-    length = start + view.size_bytes
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    try:
-        mapped = mmap.mmap(fd, length, mmap.MAP_PRIVATE, protection, offset=offset - start)
-    except OSError:
-        return view.allocate()
-    release = weakref.finalize(mapped, _release, weakref.ref(connection), pack_head(RELEASE, lease=lease))
-    release.atexit = False
-    data = torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=view.size_bytes)
-    return view.place(data)
+    mapped = mmap.mmap(fd, start + size, mmap.MAP_PRIVATE, protection, offset=offset - start)
+    weakref.finalize(mapped, on_dropped).atexit = False
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=size)
 
 
 def _release(connection: "weakref.ref[PeerConnection]", frame: bytes) -> None:

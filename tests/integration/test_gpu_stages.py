@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 
+from multiworld.transport.memory import HostMemory
 from multiworld.transport.segments import SegmentPool
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.tuning import Tuning
@@ -33,7 +34,7 @@ def test_output_is_copied_into_pinned_shared_memory_and_the_memory_is_unpinned_w
     device = torch.device("cuda", 0)
     pinned, transfers = PinnedMemory(device), GpuTransfers(device)
     for _ in range(200):  # a segment that stays pinned would make the next mapping at its address fail
-        pool, there = SegmentPool(1 << 24, register=pinned.register), torch.rand(64, 3, 32, 32, device=device)
+        pool, there = SegmentPool(1 << 24, memory=HostMemory(pinned.register)), torch.rand(64, 3, 32, 32, device=device)
         output = transfers.to_host(there, allocate=pool.allocate)
         assert output.is_pinned()
         assert pool.find(output) is not None

@@ -292,7 +292,7 @@ class Engine:
             if arrived is None:
                 assert objects is not None
                 with torch_threads(stage.row_threads), torch.inference_mode():
-                    output = objects.compute(batch, allocate)
+                    output = objects.compute(self.transfers.writable(batch), allocate)
                 return ComputedBatch(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
             with torch_threads(stage.row_threads if len(batch) == 1 else stage.batch_threads):
                 rows = arrived().to(stage.spec.input_rows.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias
 
 import torch
@@ -19,6 +19,10 @@ class Transfers:
     def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
         """Start copying a batch to the device. Call the result on the computing thread to get the copied batch."""
         return lambda: batch
+
+    def writable(self, batch: Tensor) -> Tensor:
+        """Return a batch in memory that a stage in Python may change."""
+        return batch
 
     def to_host(
         self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
@@ -42,7 +46,11 @@ class Transfers:
 
 class GpuTransfers(Transfers):
     """Overlapping copies need pinned memory, a stream, and events for ordering; see "CUDA semantics" in PyTorch's notes. Allocating
-    pinned memory may wait for the device, so a separate thread does it. tests/integration/test_gpu_stages.py needs a GPU."""
+    pinned memory may wait for the device, so a separate thread does it. tests/integration/test_gpu_stages.py needs a GPU.
+
+    A batch in memory of its producer is pinned already. It may only be read there, and the producer uses this memory again when the batch
+    is dropped. So the thread keeps the batch until it is copied.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +58,8 @@ class GpuTransfers(Transfers):
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="copy-to-device")
 
     def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
-        copy = self._copy_thread.submit(self._copy, batch)
+        copy = Future[tuple[Tensor, torch.cuda.Event]]()
+        self._copy_thread.submit(self._copy, batch, copy)
 
         def arrived() -> Tensor:
             there, copied = copy.result()
@@ -62,10 +71,21 @@ class GpuTransfers(Transfers):
 
         return arrived
 
-    def _copy(self, batch: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        with torch.cuda.stream(self._stream):
-            there = batch.pin_memory().to(self._device, non_blocking=True)
-            return there, self._stream.record_event()
+    def writable(self, batch: Tensor) -> Tensor:
+        return batch.clone()
+
+    def _copy(self, batch: Tensor, copy: Future[tuple[Tensor, torch.cuda.Event]]) -> None:
+        try:
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                pinned = batch if batch.is_pinned() else batch.pin_memory()
+                there = pinned.to(self._device, non_blocking=True)
+                copied.record(self._stream)
+        except Exception as error:  # noqa: BLE001 - raised where the batch is needed
+            copy.set_exception(error)
+            return
+        copy.set_result((there, copied))
+        copied.synchronize()
 
     def _copy_to_host(self, output: Tensor, dtype: torch.dtype, allocate: Allocate | None) -> Tensor:
         output = output.to(dtype)

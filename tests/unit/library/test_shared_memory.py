@@ -23,6 +23,7 @@ from multiworld.membership import listeners
 from multiworld.membership.listeners import bind_local, default_runtime_dir
 from multiworld.ops.operation import Operation, View
 from multiworld.ops.p2p import recv_view, send_message
+from multiworld.transport.memory import HostMemory, Register
 from multiworld.transport.segments import MIN_BYTES, SegmentPool
 from multiworld.transport.shared import RING_BYTES, SLOT_BYTES, SharedPayloads
 from multiworld.transport.wire import (
@@ -56,8 +57,8 @@ def tmp_path() -> Iterator[Path]:
 class LocalEnd(End):
     """A connection through shared memory and the calls of its world."""
 
-    def __init__(self, sock: socket.socket, budget_bytes: int = BUDGET) -> None:
-        self.pool = SegmentPool(budget_bytes)
+    def __init__(self, sock: socket.socket, budget_bytes: int = BUDGET, register: Register | None = None) -> None:
+        self.pool = SegmentPool(budget_bytes, memory=HostMemory(register), keep_mappings=register is not None)
         self.payloads = SharedPayloads(self.pool)
         super().__init__(sock, self.payloads)
 
@@ -252,14 +253,49 @@ async def test_data_goes_through_the_socket_when_the_budget_is_used_up() -> None
         each.connection.close()
 
 
+async def test_memory_of_a_peer_is_registered_once_and_its_views_outlive_the_connection() -> None:
+    """As a worker with a GPU receives: the messages of one segment use one mapping."""
+    registered, undone = list[tuple[int, bool]](), list[int]()
+
+    def register(address: int, size: int, is_writable: bool) -> Callable[[], None]:
+        registered.append((size, is_writable))
+        return lambda: undone.append(size)
+
+    ours, theirs = socket.socketpair()
+    one, other = LocalEnd(ours), LocalEnd(theirs, register=register)
+    for number in range(3):
+        tensor = allocated(one, MIB)
+        view, received = other.view()
+        sent = one.send_message(tensor[5:])
+        await one.until_completed(sent)
+        await other.until_completed(received)
+        assert view.shared
+        data, expected = view.data, tensor[5:].clone()
+        assert torch.equal(data, expected)
+        assert leases(one) == 1
+        del tensor, view, received, sent
+        one.owner.completed.clear()
+        other.owner.completed.clear()
+        if number < 2:
+            del data
+            await until(lambda: leases(one) == 0)
+    assert registered == [(MIB, False)]
+    for each in (one, other):
+        each.connection.close()
+    assert torch.equal(data, expected)
+    assert not undone
+    del data
+    assert undone == [MIB]
+
+
 def test_memory_of_segments_is_registered_until_it_is_freed() -> None:
     registered: dict[int, int] = {}
 
-    def register(address: int, size: int) -> Callable[[], None]:
+    def register(address: int, size: int, is_writable: bool) -> Callable[[], None]:
         registered[address] = size
         return lambda: registered.__delitem__(address)
 
-    pool = SegmentPool(4 * MIB, register=register)
+    pool = SegmentPool(4 * MIB, memory=HostMemory(register))
     first = pool.allocate((MIB,), torch.uint8)
     assert registered == {first.data_ptr(): MIB}
     del first
