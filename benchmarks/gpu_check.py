@@ -62,6 +62,7 @@ STEPS = (
     Step("lost-device", "benchmarks.gpu.serving:lost_device", 60),
     Step("nccl-one", "benchmarks.gpu.collectives:nccl_one", 40),
     Step("nccl-two", "benchmarks.gpu.collectives:nccl_two", 90),
+    Step("device-memory", "benchmarks.gpu.device_memory:step", 40),
     Step("tests", "benchmarks.gpu_check:run_tests", 180),
 )
 

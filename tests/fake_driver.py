@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.device_memory import DeviceMemory, _Array
+from benchmarks.gpu.device_memory import DeviceMemory, _Array
 from multiworld.transport.memory import Block
 
 GRANULARITY = 2 << 20

@@ -1,6 +1,6 @@
 """Memory that processes on one host lend each other: the five functions that a kind of memory needs, and those of ordinary memory.
 
-Pools, leases and kept mappings use these functions only. benchmarks/device_memory.py has those of a GPU, by CUDA's virtual memory
+Pools, leases and kept mappings use these functions only. benchmarks/gpu/device_memory.py has those of a GPU, by CUDA's virtual memory
 management, which have not run yet. Tests use both kinds.
 """
 

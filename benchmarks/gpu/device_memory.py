@@ -1,12 +1,10 @@
 """Memory of a GPU that processes on one host lend each other by descriptors. Not run on a GPU yet.
 
-    python -m benchmarks.device_memory
-
 This is the kind of memory for GPUs that are connected by NVLink: a consumer copies from the memory of the producer to its own, without the
 host. The five functions of `multiworld.transport.memory.Memory` are those of CUDA's virtual memory management, so pools, leases and kept
 mappings work with it. The service does not use it yet. Tests run it on memory of the host, see tests/fake_driver.py.
 
-The program measures what is not known without a GPU. Without one, it measures ordinary memory.
+The step measures what is not known without a GPU. Without one, it measures ordinary memory.
 """
 
 import errno
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.setup import NeedsGpuError, Setup
 from multiworld.transport.memory import Block, HostMemory, Memory
 from multiworld.transport.segments import Mappings, SegmentPool
 
@@ -143,9 +142,7 @@ def lend(fd: str, device_name: str, *sizes: str) -> None:
 def measured(device: torch.device, sizes: list[int]) -> Iterator[tuple[str, Any]]:
     """The consumer: what a fetch from another process costs, and what is left of a killed one. Yields names and values."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    code = (
-        "import sys; from benchmarks.device_memory import lend; lend(*sys.argv[1:])"  # CUDA cannot be used after a fork
-    )
+    code = "import sys; from benchmarks.gpu.device_memory import lend; lend(*sys.argv[1:])"  # CUDA cannot be used after a fork
     command = [sys.executable, "-c", code, str(theirs.fileno()), str(device), *map(str, sizes)]
     with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as producer:
         theirs.close()
@@ -173,16 +170,10 @@ def measured(device: torch.device, sizes: list[int]) -> Iterator[tuple[str, Any]
         yield "bytes are intact after the producer was killed", bool((view.clone() == value).all())
 
 
-def step(setup: Any) -> None:
-    """A step of benchmarks/gpu_check.py."""
-    for name, value in measured(
-        torch.device("cuda", 0) if setup.on_gpu else torch.device("cpu"), [MIB, 16 * MIB, 64 * MIB]
-    ):
+def step(setup: Setup) -> None:
+    """See `measured`."""
+    sizes = [MIB, 4 * MIB] if setup.small else [MIB, 16 * MIB, 64 * MIB]
+    for name, value in measured(torch.device(setup.device), sizes):
         setup.add(name, value)
-
-
-if __name__ == "__main__":
-    for name, value in measured(
-        torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), [MIB, 16 * MIB]
-    ):
-        print(f"{name}: {value}")
+    if not setup.on_gpu:
+        raise NeedsGpuError("memory of the host was lent")
