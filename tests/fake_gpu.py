@@ -27,21 +27,24 @@ class FakeStream:
         self._done = 0
         self._lock = threading.RLock()
         if after is not None:
-            queued = len(after._kernels)
-            self.queue(lambda: after.run(queued))
+            self.wait_stream(after)
 
     def queue(self, kernel: Callable[[], object]) -> None:
         self._kernels.append(kernel)
 
     def run(self, count: int | None = None) -> None:
         """Wait for its first `count` pieces of work, by default for all that are queued now."""
-        with self._lock:
+        with self._lock, torch.inference_mode():  # kernels write any tensor
             for kernel in self._kernels[self._done : len(self._kernels) if count is None else count]:
                 self._done += 1
                 kernel()
 
     def wait_event(self, event: "FakeEvent") -> None:
         self.queue(event.run)
+
+    def wait_stream(self, stream: "FakeStream") -> None:
+        queued = len(stream._kernels)
+        self.queue(lambda: stream.run(queued))
 
     def synchronize(self) -> None:
         self.run()
@@ -90,7 +93,7 @@ class GpuTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_ and isinstance(args[0], cls) != isinstance(args[1], cls):
+        if func is Tensor.copy_:
             target, source = args[0].as_subclass(Tensor), args[1].as_subclass(Tensor)
             _current().queue(lambda: target.copy_(source))
             return args[0]

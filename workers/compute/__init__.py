@@ -1,1 +1,1 @@
-"""Computes batches: the engine's thread, device copies, core sharing and compilation. Start reading at `engine`."""
+"""Computes batches: the engine and its thread, device copies, core sharing and compilation. Start reading at `engine`."""

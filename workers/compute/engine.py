@@ -3,13 +3,11 @@
 import asyncio
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,8 +31,8 @@ from multiworld_serving.models.stages.stage import (
     StageSpec,
     load_python_stage,
 )
+from multiworld_serving.workers.compute.jobs import Job, JobThread, Launched
 from multiworld_serving.workers.compute.transfers import Allocate, GpuTransfers, Transfers
-from multiworld_serving.workers.exit_timer import OUT_OF_MEMORY_EXIT_S, arm_exit_timer
 
 logger = logging.getLogger(__name__)
 
@@ -101,27 +99,8 @@ class ComputedBatch:
     waited_us: int
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """A call on the engine's thread.
-
-    Attributes:
-        owner: who has submitted it.
-        is_batch: whether it computes a batch; otherwise it loads a stage.
-        begun_s: when it began, as `time.monotonic()`.
-    """
-
-    owner: object
-    call: Callable[[], Any]
-    future: asyncio.Future[Any]
-    is_batch: bool = False
-    begun_s: float = 0.0
-
-
 class Engine:
-    """Runs jobs one at a time on one daemon thread, so that a model that never returns does not block the process's exit.
-
-    Jobs run in the order of submission. Each has an owner, the session that has submitted it.
+    """Loads stages and computes batches, one at a time. Each has an owner, the session that has submitted it.
 
     Args:
         nice: by how much the priority of its thread is lower than that of others, see nice(2).
@@ -143,13 +122,11 @@ class Engine:
         self._kept: list[LoadedStage] = []
         self._threads, self._nice = torch.get_num_threads(), nice
         self._loader: Engine | None = self if device.type == "cuda" else None
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        """None ends the thread."""
-        self._current: Job | None = None
+        self._ended_ns = 0
+        """When the last batch was computed."""
         self.device_failed = False
         """True once this process can never use its GPU again."""
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-        self._thread.start()
+        self._jobs = JobThread(self._prepare, self._look_for_lost_device)
 
     @property
     def loader(self) -> "Engine":
@@ -164,7 +141,7 @@ class Engine:
         """Let the thread end after all submitted jobs. Does not wait."""
         if self._loader not in (None, self):
             self._loader.close()
-        self._jobs.put(None)
+        self._jobs.close()
 
     def keep(self, stages: Iterable[LoadedStage]) -> None:
         """Keep these stages for the next leader for `KEEP_S`, or until memory for other ones is needed."""
@@ -182,18 +159,16 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a job is running."""
-        return self._current is not None
+        return self._jobs.current is not None
 
     def job_of(self, owner: object) -> Job | None:
         """The running job, here or in the loader, that has this owner."""
-        running = (engine._current for engine in (self, self._loader) if engine is not None)
+        running = (engine._jobs.current for engine in (self, self._loader) if engine is not None)
         return next((job for job in running if job is not None and job.owner is owner), None)
 
     async def run(self, owner: object, call: Callable[[], Any], *, is_batch: bool = False) -> Any:
-        """Run `call` on the engine's thread and return its result. Raises what `call` raises. Cancelling drops a job that has not begun."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._jobs.put(Job(owner, call, future, is_batch))
-        return await future
+        """See `JobThread.run`."""
+        return await self._jobs.run(owner, call, is_batch=is_batch)
 
     async def load(self, owner: object, task: StageTask) -> LoadedStage:
         """Build a stage, load its weights, optimize it, and warm it up.
@@ -287,7 +262,7 @@ class Engine:
         objects = stage.objects
         arrived = self.transfers.to_device(batch) if objects is None else None
 
-        def compute() -> ComputedBatch:
+        def compute() -> Any:
             started_ns = time.perf_counter_ns()
             if arrived is None:
                 assert objects is not None
@@ -296,8 +271,14 @@ class Engine:
                 return ComputedBatch(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
             with torch_threads(stage.row_threads if len(batch) == 1 else stage.batch_threads):
                 rows = arrived().to(stage.spec.input_rows.dtype)
-                output = self._forward(stage.optimized, rows, float32_as, allocate)
-            return ComputedBatch(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
+                arriving = self._forward(stage.optimized, rows, float32_as, allocate)
+
+            def finish() -> ComputedBatch:
+                output, began_ns = arriving(), max(started_ns, self._ended_ns)  # a GPU computes one batch after another
+                self._ended_ns = time.perf_counter_ns()
+                return ComputedBatch(output, self._ended_ns - began_ns, (began_ns - asked_ns) // 1000)
+
+            return Launched(finish) if self.device.type == "cuda" else finish()
 
         if objects is not None and objects.concurrency > 1:
             if self._pool is None:
@@ -337,7 +318,7 @@ class Engine:
     def _timed_s(self, stage: OptimizedStage, batch: Tensor, threads: int) -> float:
         began_s = time.perf_counter()
         with torch_threads(threads):
-            self._forward(stage, self.transfers.to_device(batch)())
+            self._forward(stage, self.transfers.to_device(batch)())()
         return time.perf_counter() - began_s
 
     def _forward(
@@ -346,9 +327,9 @@ class Engine:
         batch: Tensor,
         float32_as: torch.dtype = torch.float32,
         allocate: Allocate | None = None,
-    ) -> Tensor:
+    ) -> Callable[[], Tensor]:
         with torch.inference_mode():
-            return self.transfers.to_host(stage(batch), float32_as, allocate)
+            return self.transfers.start_to_host(stage(batch), float32_as, allocate)
 
     def _look_for_lost_device(self) -> None:
         """After any error."""
@@ -364,36 +345,7 @@ class Engine:
             return True
         return False
 
-    def _work(self) -> None:
+    def _prepare(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # per thread; CUDA graphs are recorded on the current device
         os.nice(self._nice)  # on Linux, of this thread only
-        while (job := self._jobs.get()) is not None:
-            if job.future.cancelled():
-                del job  # its tensors may lie in memory of another process
-                continue
-            job.begun_s = time.monotonic()
-            self._current = job
-            result, error = None, None
-            try:
-                result = job.call()
-            except Exception as failure:  # noqa: BLE001 - passed on to the caller
-                error = failure
-                self._look_for_lost_device()
-            try:
-                job.future.get_loop().call_soon_threadsafe(_resolve, job.future, result, error)
-            except RuntimeError:  # the loop is closed
-                return
-            except MemoryError:
-                arm_exit_timer(OUT_OF_MEMORY_EXIT_S)  # the caller would wait forever
-            self._current = None
-            del job, result, error  # free the tensors before waiting for the next job
-
-
-def _resolve(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.cancelled():
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

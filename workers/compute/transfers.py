@@ -27,7 +27,15 @@ class Transfers:
     def to_host(
         self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
     ) -> Tensor:
-        """Wait for the computation of `output` and return it in host memory, contiguous. Called on the computing thread.
+        """Wait for the computation of `output` and return it in host memory, contiguous. Arguments are those of `start_to_host`."""
+        return self.start_to_host(output, float32_as, allocate)()
+
+    def start_to_host(
+        self, output: Tensor, float32_as: torch.dtype = torch.float32, allocate: Allocate | None = None
+    ) -> Callable[[], Tensor]:
+        """Start copying `output` to host memory, contiguous. Called on the computing thread.
+
+        The result must be called, on that thread, too. It waits for the computation and the copy.
 
         Args:
             float32_as: dtype of the result if the output is float32; other outputs keep theirs.
@@ -38,10 +46,9 @@ class Transfers:
             output = output.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
         return self._copy_to_host(output, dtype, allocate)
 
-    def _copy_to_host(self, output: Tensor, dtype: torch.dtype, allocate: Allocate | None) -> Tensor:
-        if allocate is None:
-            return output.to(dtype).contiguous()
-        return allocate(output.shape, dtype).copy_(output)
+    def _copy_to_host(self, output: Tensor, dtype: torch.dtype, allocate: Allocate | None) -> Callable[[], Tensor]:
+        host = output.to(dtype).contiguous() if allocate is None else allocate(output.shape, dtype).copy_(output)
+        return lambda: host
 
 
 class GpuTransfers(Transfers):
@@ -54,7 +61,7 @@ class GpuTransfers(Transfers):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="copy-to-device")
 
     def to_device(self, batch: Tensor) -> Callable[[], Tensor]:
@@ -87,11 +94,22 @@ class GpuTransfers(Transfers):
         copy.set_result((there, copied))
         copied.synchronize()
 
-    def _copy_to_host(self, output: Tensor, dtype: torch.dtype, allocate: Allocate | None) -> Tensor:
-        output = output.to(dtype)
-        host = None if allocate is None else allocate(output.shape, output.dtype)
+    def _copy_to_host(self, output: Tensor, dtype: torch.dtype, allocate: Allocate | None) -> Callable[[], Tensor]:
+        # A CUDA graph writes its next output over this one, which is copied meanwhile.
+        there = torch.empty_like(output, dtype=dtype, memory_format=torch.contiguous_format).copy_(output)
+        host = None if allocate is None else allocate(there.shape, dtype)
         if host is None or not host.is_pinned():  # small, no shared memory is left, or it cannot be pinned
-            host = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-        host.copy_(output, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
-        return host
+            host = torch.empty(there.shape, dtype=dtype, pin_memory=True)
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._back):
+            host.copy_(there, non_blocking=True)
+            copied.record(self._back)
+
+        def finish() -> Tensor:
+            copied.synchronize()
+            nonlocal there  # kept until here: its memory must not be used again earlier
+            del there
+            return host
+
+        return finish
