@@ -91,12 +91,8 @@ class WorldManager:
     ) -> None:
         if shared_memory_bytes is None:
             shared_memory_bytes = int(os.environ.get("MULTIWORLD_SHARED_MEMORY_BYTES", _SHARED_MEMORY_BYTES))
-        self._segments = SegmentPool(
-            shared_memory_bytes,
-            on_shared_memory_missing,
-            HostMemory(register_shared_memory),
-            keep_mappings=register_shared_memory is not None,
-        )
+        memory, is_registered = HostMemory(register_shared_memory), register_shared_memory is not None
+        self._segments = SegmentPool(shared_memory_bytes, on_shared_memory_missing, memory, keep_mappings=is_registered)
         folder = default_runtime_dir() if runtime_dir is None else runtime_dir
         self._secret = secret.encode() if isinstance(secret, str) else secret
         self._heartbeat = HeartbeatConfig(
