@@ -117,6 +117,10 @@ def _checked(settings: ServeSettings) -> ServeSettings:
     for each in settings.groups:
         if each.device.startswith("cuda:"):
             raise UserError(f"--device {each.device}: Ray chooses the GPU of each worker; use --device cuda")
+        if "@" in each.model_name:
+            raise UserError(
+                f"{each.model_name}: the launcher ray serves one version of a model; name it without @VERSION"
+            )
         if each.external_workers:
             raise UserError(
                 "--external-workers: the launcher ray starts the workers; further ones may join with --token-file"

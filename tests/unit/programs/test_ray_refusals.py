@@ -44,6 +44,7 @@ class TestWithRay:
         ("options", "message"),
         [
             (["--device", "cuda:1"], "Ray chooses the GPU of each worker"),
+            (["--model", "resnet18@2=resnet18"], "serves one version of a model"),
             (["--external-workers"], "the launcher ray starts the workers"),
             (["--autoscale", "4..8"], "the launcher ray starts a fixed number of workers"),
         ],
