@@ -40,6 +40,7 @@ def requests() -> Sequence[VersionedRequest]:
             version: load_model(MODEL, f"random:{seed}", image_size=SIDE).classifier()(images)
             for seed, version in enumerate("123")
         }
+    answers["random:0"] = answers["1"]  # while it is the only version
     return versioned_requests(images, answers, "x-model-version")
 
 
@@ -73,6 +74,7 @@ def test_canary_gets_its_share_while_workers_of_both_versions_die(
 ) -> None:
     seen = requests[0].seen
     with run_load(service.url, requests, clients=4) as load:
+        wait_until(lambda: seen["random:0"])
         assert models(service, "add", f"{SECOND}={MODEL}", "--set", "weights=random:1") == 0
         assert "resnet18@2 READY share=0" in capsys.readouterr().out
         assert not seen["2"], "an added version gets no requests without a share"
