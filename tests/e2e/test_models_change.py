@@ -98,6 +98,10 @@ REFUSALS = (
     (["add", "other=tests"], "--weights-dir"),  # a folder where the service runs
     (["add", "other=resnet18", "--set", "weights_dir=."], "cannot be sent"),
     (["add", "other=resnet18", "--set", "colour=1"], "colour"),
+    (["add", "first@1=resnet18"], "there is a model 'first@1' already"),
+    (["add", "first@x=resnet18"], "@VERSION with a whole number"),
+    (["share", "first", "2=5"], "has no version '2'; its versions are 1"),
+    (["share", "first", "1=5"], "must be 100 % together"),
     (["remove", "other"], "there is no model 'other'"),
     (["remove", "first"], "the last model"),
 )
@@ -118,7 +122,7 @@ def test_change_of_models_is_refused_with_its_reason(
         assert main(["models", *change, "--url", service.url]) == 1
         assert reason in capsys.readouterr().err
     assert main(["models", "list", "--url", service.url]) == 0
-    assert capsys.readouterr().out == "first 1 READY\n"
+    assert re.fullmatch(r"first 1 READY requests=[1-9]\d* errors=0\n", capsys.readouterr().out)
 
     for content, outcome in SETTINGS_FILES:
         seen = len(service.lines)
