@@ -137,6 +137,7 @@ class ModelGroups:
         self._failing_file = failing_file
         self._shares_file = shares_file
         self._shares_text = ""
+        self._by_model: dict[str, list[ModelGroup]] = {}
         self._choice = VersionChoice(share_by)
         for group in groups:
             versions = self._versions(group.model)
@@ -159,7 +160,11 @@ class ModelGroups:
         return self._groups[0] if len(self._groups) == 1 else None
 
     def _versions(self, model: str) -> list[ModelGroup]:
-        return [group for group in self if group.model == model]
+        if model not in self._by_model:  # it is unknown, or its leaders have told its name meanwhile
+            self._by_model.clear()
+            for group in self:
+                self._by_model.setdefault(group.model, []).append(group)
+        return self._by_model.get(model, [])
 
     def read_shares(self) -> None:
         """Use the shares that the file has now. If it is invalid, nothing changes."""
@@ -202,13 +207,13 @@ class ModelGroups:
         if version is not None and found[0].number is None:
             found[0].described().signature.check_served(model, version, found[0].version)
             return found
-        wanted = version or (None if name == model else str(number))
-        chosen = [each for each in found if wanted in (None, str(model_and_version(each.name)[1]))]
+        if version is None and name == model:
+            return found
+        wanted = version or str(number)
+        chosen = [each for each in found if str(model_and_version(each.name)[1]) == wanted]
         if not chosen:
             listed = ", ".join(str(each.number) for each in found)
-            raise UnknownModelError(
-                f"the model {name!r} has no version {(wanted or '')[:64]!r}; its versions are {listed}"
-            )
+            raise UnknownModelError(f"the model {name!r} has no version {wanted[:64]!r}; its versions are {listed}")
         return chosen
 
     def find(self, name: str | None) -> ModelGroup | None:
