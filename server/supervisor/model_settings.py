@@ -24,6 +24,8 @@ def by_name(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
         if len(groups) > 1 and not re.fullmatch(MODEL_NAME, name):
             raise UserError(f"the model {name!r} needs a name of {MODEL_NAME_ALLOWED}; write NAME={each.model_source}")
         if model_and_version(name) in map(model_and_version, models):
-            raise UserError(f"two models have the name {name!r}: choose different ones with NAME=SOURCE")
+            raise UserError(
+                f"two models have the name {name!r}: choose different ones with NAME=SOURCE or NAME@VERSION=SOURCE"
+            )
         models[name] = each
     return models
