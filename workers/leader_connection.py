@@ -12,7 +12,7 @@ from multiworld import AskError, Cause, WorldError, WorldManager
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.settings.worker import WorkerSettings
-from multiworld_serving.common.wire.join import MAX_HELD, JoinOffer, JoinRequest
+from multiworld_serving.common.wire.join import MAX_HELD, JoinOffer, JoinRequest, log_failure
 from multiworld_serving.common.wire.protocol import WireError
 from multiworld_serving.workers.compute.engine import Engine
 from multiworld_serving.workers.devices import pci_address
@@ -34,8 +34,6 @@ _STAYS = (Cause.LEFT, Cause.ABORTED)
 _POLL_S = 0.01
 _LOOK_S = 0.25
 """Pause between two looks for a better leader."""
-_NOT_READY = (ConnectionRefusedError, BlockingIOError)
-"""While a leader loads its model, nothing listens on its port, or the kernel accepts the connection and no frame arrives."""
 DRAIN_S = 30.0
 """On shutdown, how long to wait for the leader to reroute this worker's batches."""
 
@@ -222,11 +220,7 @@ class LeaderConnection:
 
     def _log_failure(self, number: int, error: Exception) -> None:
         """Log that a leader cannot be joined, unless that repeats."""
-        leader, failures = self._settings.leaders[number], self._failures[number]
-        if failures in (0, 10, 100) or failures % 1000 == 0:
-            logger.warning("leader=%s cannot be joined: %s", leader, error)
-        if failures == 0 and isinstance(error.__cause__, _NOT_READY):
-            logger.info("waiting for leader=%s, which answers when it has loaded its model", leader)
+        log_failure(self._settings.leaders[number], error, self._failures[number])
         self._failures[number] += 1
 
     # -- serving -------------------------------------------------------------------------------------------------------------

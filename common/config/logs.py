@@ -135,13 +135,14 @@ def _standard_error_handler() -> logging.Handler:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00.123 INFO    worker-0 workers.link: world=… ready->broken cause=exit`, local time."""
-
-    default_msec_format = "%s.%03d"
+    """`2026-01-31 12:00:00.123+01:00 INFO    worker-0 workers.link: world=… ready->broken cause=exit`, local time and its zone."""
 
     def __init__(self, process: str = "") -> None:
         name = f"{process} ".replace("%", "%%") if process else ""
         super().__init__(f"%(asctime)s %(levelname)-7s {name}%(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802  overrides logging's method
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  overrides logging's method
         extra = "".join(f" {name}={_as_text(value)}" for name, value in _extra(record).items())

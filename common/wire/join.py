@@ -1,5 +1,6 @@
 """Messages for joining: a worker or frontend sends a join request, and the leader responds with a JoinOffer."""
 
+import logging
 from importlib.metadata import version
 from typing import Annotated, Self
 
@@ -11,6 +12,8 @@ from multiworld import JoinError, World, WorldManager, ask
 from multiworld.texts import MAX_HOST_CHARS, MAX_NAME_CHARS, one_line
 from multiworld_serving.common.config.addresses import Address, parse_address
 from multiworld_serving.common.wire.protocol import WireError
+
+logger = logging.getLogger(__name__)
 
 WORLD_BACKEND = "tcp"
 """Backend of leader-worker worlds: point-to-point over TCP, where the worker opens every connection to one port of the leader."""
@@ -40,6 +43,22 @@ NoHolder = Annotated[str, Meta(pattern=r"^([!-~]+/[!-~]+)?\Z", max_length=MAX_HO
 """A producer, or nothing."""
 Pid = Annotated[int, Meta(ge=1, lt=1 << 32)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+_STARTING = (ConnectionRefusedError, BlockingIOError)
+"""While a leader loads its model, nothing listens on its port, or the kernel accepts the connection and no frame arrives."""
+_STARTS = 100
+"""A leader that is not reached in so many attempts, about three minutes, does not just start."""
+
+
+def log_failure(leader: Address, error: Exception, failures: int) -> None:
+    """Log that a leader cannot be joined, after this number of failures in a row, unless that repeats. A leader may be starting."""
+    if failures in (0, 10, _STARTS) or failures % 1000 == 0:
+        starting = isinstance(error.__cause__, _STARTING) and failures < _STARTS
+        advice = "; it answers when it has loaded its model" if starting else ""
+        logger.log(
+            logging.INFO if starting else logging.WARNING, "leader=%s cannot be joined: %s%s", leader, error, advice
+        )
 
 
 class JsonMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

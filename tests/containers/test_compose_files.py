@@ -55,6 +55,7 @@ def test_every_service_is_restricted_and_restarted() -> None:
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert int(service["mem_limit"]) > 0, name
+        assert service["pids_limit"] > 0, name
         assert service["restart"] == ("no" if name == "token" else "unless-stopped"), name
         assert "healthcheck" in service, name
 

@@ -19,7 +19,7 @@ from multiworld_serving.common.service.messages import FRONTEND_PROTOCOL, MAX_BY
 from multiworld_serving.common.service.predictor import ServedModel
 from multiworld_serving.common.service.snapshots import LeaderCondition, LeaderSnapshot
 from multiworld_serving.common.settings.serve import FrontendSettings
-from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer
+from multiworld_serving.common.wire.join import FrontendJoinRequest, JoinOffer, log_failure
 from multiworld_serving.common.wire.link import Link, LinkLostError
 from multiworld_serving.common.wire.protocol import Received, WireError
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
@@ -145,17 +145,13 @@ class LeaderLink:
                         len(settings.leaders) == 1 and not self._pool.name
                     ):  # a leader of one model must not end the others
                         raise UserError(message) from error
-                    failures = self._log_failure(failures, message)
+                    log_failure(self.address, AskError(message), failures)
+                    failures += 1
                 except (AskError, WorldError, WireError, OSError) as error:
-                    failures = self._log_failure(failures, str(error))
+                    log_failure(self.address, error, failures)
+                    failures += 1
                 longest_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10))
                 await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
-
-    def _log_failure(self, failures: int, message: str) -> int:
-        """Log a failure to join, unless it repeats. Returns the number of failures in a row."""
-        if failures in (0, 10, 100) or failures % 1000 == 0:
-            logger.warning("leader=%s cannot be joined: %s", self.address, message)
-        return failures + 1
 
     async def _serve_once(self, manager: WorldManager) -> None:
         """Join and stay until the link ends. Raises an error if the leader could not be used."""

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def as_json(message: str, *args: object, **extra: object) -> dict[str, Any]:
 def test_text_line_has_process_logger_and_extra_fields() -> None:
     line = TextFormatter("worker-0").format(record("world=%s ready->broken", "s0r1", cause="exit"))
     assert line.endswith(" INFO    worker-0 workers.link: world=s0r1 ready->broken cause=exit")
+    assert datetime.fromisoformat(line.partition(" INFO")[0]).tzinfo is not None
 
 
 def test_json_line_has_the_fields_of_message_and_extra_with_their_types() -> None:

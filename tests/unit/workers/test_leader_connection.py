@@ -216,7 +216,7 @@ async def test_worker_says_that_it_waits_when_nothing_listens(
 ) -> None:
     caplog.set_level(logging.INFO)
     connections.append(asyncio.create_task(connection(engine, 1).run()))
-    await until(lambda: connections[0].done() or "which answers when it has loaded its model" in caplog.text)
+    await until(lambda: connections[0].done() or "it answers when it has loaded its model" in caplog.text)
     assert not connections[0].done()
 
 
