@@ -32,6 +32,7 @@ VERSIONS = ("1.30.0", "1.33.0")
 WORKLOADS = ("Deployment", "StatefulSet")
 PROGRAMS = ("multiworld-leader", "multiworld-frontend", "multiworld-worker")
 SETTINGS = (LeaderSettings, FrontendSettings, WorkerSettings)
+OF_THE_CLUSTER = ("Namespace", "PriorityClass")
 NOT_A_RESOURCE = {"kustomization.yaml"}
 
 Resource = dict[str, Any]
@@ -82,7 +83,7 @@ def test_overlay_matches_the_strict_schemas(name: str) -> None:
     for resource in resources:
         if resource["apiVersion"] != OPERATOR:
             kubernetes_validate.validate(resource, VERSIONS[-1], strict=True)
-    namespaces = {each["metadata"].get("namespace") for each in resources if each["kind"] != "Namespace"}
+    namespaces = {each["metadata"].get("namespace") for each in resources if each["kind"] not in OF_THE_CLUSTER}
     assert namespaces == {"multiworld"}
 
 
@@ -183,6 +184,65 @@ def test_worker_count_matches_the_pipeline_and_the_autoscaler_minimum() -> None:
     assert scaler["metrics"][0]["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
 
 
+def test_frontends_scale_by_their_requests_in_flight(tmp_path: Path) -> None:
+    assert "replicas" not in find(of_base(), "Deployment", "multiworld-frontend")["spec"]
+    scaler = find(of_base(), "HorizontalPodAutoscaler", "multiworld-frontend")["spec"]
+    assert scaler["minReplicas"] >= 2
+    rule = adapter_rule(scaler["metrics"][0]["external"]["metric"]["name"])
+    labels = 'namespace="n",job="multiworld-frontend"'
+    series = [
+        {"series": f'multiworld_requests_in_flight{{{labels},pod="{pod}"}}', "values": f"{value}x4"}
+        for pod, value in (("a", 60), ("b", 80))
+    ]
+    check_query(rule, "multiworld_requests_in_flight", series, 140, tmp_path)
+
+
+def test_lost_node_takes_one_leader_and_full_nodes_keep_leaders_and_frontends() -> None:
+    spec = pod(of_base(), "multiworld-leader")["spec"]
+    (term,) = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"] == pod(of_base(), "multiworld-leader")["metadata"]["labels"]
+    values = [find(of_base(), "PriorityClass", pod(of_base(), name)["spec"]["priorityClassName"]) for name in PROGRAMS]
+    leader, frontend, worker = (each["value"] for each in values)
+    assert leader == frontend > worker > 0
+
+
+def egress_ports(component: str) -> set[tuple[str, int]]:
+    """The components, or "outside", that the pods of a component may connect to, and the ports there."""
+    found = set()
+    for each in of_base():
+        if each["kind"] == "NetworkPolicy":
+            selected = each["spec"]["podSelector"].get("matchLabels", {})
+            if selected.get("app.kubernetes.io/component", component) == component:
+                for rule in each["spec"].get("egress", ()):
+                    names = {
+                        peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component", "outside")
+                        for peer in rule["to"]
+                    }
+                    found |= {(name, port["port"]) for name in names for port in rule["ports"]}
+    return found
+
+
+def test_network_policies_allow_no_other_connections() -> None:
+    leader, _, worker = settings()
+    nobody = find(of_base(), "NetworkPolicy", "multiworld-nobody")["spec"]
+    assert nobody == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    join, edge, dns = ("leader", leader.join_port), worker.edge_port, ("outside", 53)
+    assert egress_ports("leader") == {dns, ("outside", 443)}
+    assert egress_ports("frontend") == {dns, join, ("worker", edge)}
+    assert egress_ports("worker") == {dns, join, ("worker", edge), ("frontend", edge)}
+
+
+def test_example_of_an_ingress_matches_the_schemas_and_the_service() -> None:
+    ingress = yaml.safe_load((KUBERNETES / "ingress.yaml").read_text())
+    kubernetes_validate.validate(ingress, VERSIONS[0], strict=True)
+    backend = ingress["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]
+    route = documents((KUBERNETES / "gateway.yaml").read_text())[1]["spec"]["rules"][0]["backendRefs"][0]
+    service = find(of_base(), "Service", backend["name"])
+    (port,) = service["spec"]["ports"]
+    assert (backend["port"]["name"], route["name"], route["port"]) == (port["name"], backend["name"], port["port"])
+
+
 def test_termination_grace_period_covers_draining() -> None:
     leader, frontend, _ = settings()
     pods = pod(of_base(), "multiworld-frontend")["spec"]
@@ -223,16 +283,27 @@ def test_rules_equal_the_prometheus_rules() -> None:
 
 
 def test_workers_wanted_are_rounded_up_for_each_stage_and_not_below_redundancy(tmp_path: Path) -> None:
-    (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["external"]
-    query = rule["metricsQuery"].replace("<<.GroupBy>>", "namespace").replace("<<.LabelMatchers>>", 'namespace="n"')
-    query = query.replace("<<.Series>>", "multiworld_replicas_wanted")
     shares = {(leader, stage): share for leader in "ab" for stage, share in enumerate((0.3, 2.2))}
     series = [
         {"series": f'multiworld_replicas_wanted{{namespace="n",pod="{leader}",stage="{stage}"}}', "values": str(share)}
         for (leader, stage), share in shares.items()
     ]
-    expected = [{"expr": query, "eval_time": "0m", "exp_samples": [{"labels": '{namespace="n"}', "value": 2 + 5}]}]
-    path = tmp_path / "test.yml"
+    check_query(adapter_rule("multiworld_workers_wanted"), "multiworld_replicas_wanted", series, 2 + 5, tmp_path)
+
+
+def adapter_rule(metric: str) -> Resource:
+    """The rule by which the adapter exposes this metric."""
+    rules = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["external"]
+    (found,) = [each for each in rules if each["name"]["as"] == metric]
+    return dict(found)
+
+
+def check_query(rule: Resource, name: str, series: list[dict[str, str]], value: float, folder: Path) -> None:
+    """Check that the query of a rule of the adapter has this value for these series."""
+    query = rule["metricsQuery"].replace("<<.GroupBy>>", "namespace").replace("<<.LabelMatchers>>", 'namespace="n"')
+    query = query.replace("<<.Series>>", name)
+    expected = [{"expr": query, "eval_time": "0m", "exp_samples": [{"labels": '{namespace="n"}', "value": value}]}]
+    path = folder / "test.yml"
     path.write_text(
         yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": expected}]})
     )
