@@ -49,7 +49,8 @@ FOREIGN_IDENTIFIERS = {
 }
 NOT_EXPORTED = {
     *("multiworld_client", "multiworld_serving"),
-    "multiworld_workers_wanted",  # of the Prometheus adapter for Kubernetes
+    "multiworld_workers_wanted",
+    "multiworld_frontend_requests",  # of the Prometheus adapter for Kubernetes
 }
 """Names that begin like those of metrics."""
 PAGES = {str(page.relative_to(ROOT)): page for page in documents()}
