@@ -44,6 +44,7 @@ def configure_logging(level: str, format: Literal["text", "json"] = "text", *, p
     handler.setFormatter(JsonFormatter(process) if format == "json" else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # it warns at each start without Triton
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
