@@ -96,6 +96,7 @@ class Repository(ColourPredictor):
     loaded: list[str | None] = field(default_factory=list)
     unloaded: bool = False
     loading: str | None = None
+    drained: list[tuple[str, bool]] = field(default_factory=list)
     steps: tuple[RestartStep | Exception, ...] = ()
 
     async def restart_workers(self) -> AsyncGenerator[RestartStep, None]:
@@ -112,6 +113,9 @@ class Repository(ColourPredictor):
 
     async def unload(self) -> None:
         self.unloaded = True
+
+    async def drain(self, host: str, *, undo: bool) -> None:
+        self.drained.append((host, undo))
 
     def snapshot(self) -> PipelineSnapshot:
         ready = not self.unloaded

@@ -147,3 +147,22 @@ async def test_load_is_cancelled_when_the_client_disconnects() -> None:
         await begun.wait()
         await client.close()
         await given_up.wait()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "drained"),
+    [
+        ("drain", {"host": "b"}, 200, [("b", False)]),
+        ("drain", {"host": "b", "undo": True}, 200, [("b", True)]),
+        ("drain", {"host": ""}, 400, []),
+        ("drain", {"hosts": ["b"]}, 400, []),
+        ("upgrade", {}, 400, []),  # no supervisor has started this frontend
+    ],
+)
+async def test_host_is_drained_and_invalid_requests_change_nothing(
+    path: str, body: dict[str, object], status: int, drained: list[tuple[str, bool]]
+) -> None:
+    repository = Repository()
+    async with client(repository) as operators:
+        response = await operators.post(f"/admin/{path}", json=body)
+    assert (response.status_code, repository.drained) == (status, drained)
