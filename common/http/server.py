@@ -59,6 +59,7 @@ class HttpServer(uvicorn.Server):
             log_level=logging.ERROR,  # a client can cause a warning with each request
             access_log=False,  # the frontend writes its own: see `server.frontend.http`
             server_header=False,
+            proxy_headers=False,  # what proxies send is only read to refuse admin requests
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=math.ceil(close_s),
         )

@@ -63,12 +63,12 @@ class RowFormat:
         """Whether rows have different lengths."""
         return bool(self._variable)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of the rows."""
         return DTYPES[self.tensors[0].dtype] if self.is_plain else torch.uint8
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...] | None:
         """Shape of one row; None if it depends on variable dimensions."""
         if self.is_plain:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -45,7 +46,7 @@ from multiworld_serving.server.frontend.http.error_responses import (
     rejection_response,
     routing_response,
 )
-from multiworld_serving.server.frontend.http.route import route
+from multiworld_serving.server.frontend.http.route import Endpoint, route
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from multiworld_serving.server.frontend.observability.request_records import (
     InferenceProtocol,
@@ -55,8 +56,8 @@ from multiworld_serving.server.frontend.observability.request_records import (
 
 logger = logging.getLogger(__name__)
 
-_V2_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/[^/]+)?/infer")
-_PREDICT = re.compile(r"/predict(?:/([^/]+))?")
+_V2_INFER = re.compile(r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?/infer")
+_PREDICT = re.compile(r"/predict(?:/(?P<model>[^/]+))?")
 
 
 class Application(FastAPI):
@@ -69,6 +70,7 @@ class Application(FastAPI):
         groups: the models that serve; None for the admin port, which has no inference requests.
         other_port: the port with the paths that this one does not have.
         document: returns the document of GET /openapi.json; None: there is none.
+        inference: the endpoints of POST by protocol. They are called without the router, which takes as long as forming the response.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Application(FastAPI):
         groups: ModelGroups | None = None,
         other_port: OtherPort | None = None,
         document: Callable[[], dict[str, Any]] | None = None,
+        inference: Mapping[InferenceProtocol, Endpoint] = MappingProxyType({}),
     ) -> None:
         self._document = document
         super().__init__(
@@ -95,6 +98,7 @@ class Application(FastAPI):
         self._permission_for = permission_for
         self._groups = groups
         self._other_port = other_port
+        self._inference = inference
 
     def openapi(self) -> dict[str, Any]:
         """The document, which describes the model that serves now."""
@@ -104,8 +108,8 @@ class Application(FastAPI):
         """Respond to a request. Routes of GET also respond to HEAD, and uvicorn sends no body then."""
         if self._groups is not None and (named := self._groups.at_path(scope["path"])) is not None:
             scope["path"] = f"/predict/{named.model}"
-        protocol, name = (None, None) if self._groups is None else inference_protocol(scope["path"])
-        group = None if self._groups is None else self._groups.find(name)
+        protocol, parameters = (None, {}) if self._groups is None else inference_protocol(scope["path"])
+        group = None if self._groups is None else self._groups.find(parameters.get("model"))
         version, counts = ("", None) if group is None else (group.pool.version.name, group.requests)
         record = self._requests.begin(scope, version, protocol, counts)
         started, status = False, record.status
@@ -120,8 +124,14 @@ class Application(FastAPI):
         try:
             try:
                 self._authorize(scope, record)
-                scope["app"] = self  # Starlette then raises HTTPException if there is no route
-                await self.router(scope, receive, send_with_id)
+                endpoint = None if protocol is None or scope["method"] != "POST" else self._inference.get(protocol)
+                if endpoint is None:
+                    scope["app"] = self  # Starlette then raises HTTPException if there is no route
+                    await self.router(scope, receive, send_with_id)
+                else:
+                    scope["path_params"] = parameters
+                    response = await endpoint(Request(scope, receive))
+                    await response(scope, receive, send_with_id)
             except Exception as error:
                 if started:  # too late for an error response: the server logs the exception and closes the connection
                     record.reason, record.status = "internal", 500
@@ -161,12 +171,13 @@ class Application(FastAPI):
         return response
 
 
-def inference_protocol(path: str) -> tuple[InferenceProtocol | None, str | None]:
-    """The inference protocol and the model of a path. None if it is not inference: probes and scrapes are not measured."""
-    if (match := _PREDICT.fullmatch(path)) is not None:
-        return "predict", match[1]
-    match = _V2_INFER.fullmatch(path)
-    return (None, None) if match is None else ("v2", match[1])
+def inference_protocol(path: str) -> tuple[InferenceProtocol | None, dict[str, str]]:
+    """The inference protocol and the parameters of a path. None if it is not inference: probes and scrapes are not measured."""
+    protocol: InferenceProtocol = "v2" if path.startswith("/v2") else "predict"
+    match = (_V2_INFER if protocol == "v2" else _PREDICT).fullmatch(path)
+    if match is None:
+        return None, {}
+    return protocol, {name: value for name, value in match.groupdict().items() if value is not None}
 
 
 def create_api(
@@ -195,11 +206,12 @@ def create_api(
             for method, operation in operations.items()
         }
 
+    v2 = V2Routes(groups)
     return Application(
         [
             route("/predict", groups.predict, "POST"),
             route("/predict/{model}", groups.predict, "POST"),
-            *V2Routes(groups).routes(),
+            *v2.routes(),
             *operations_routes(groups, scrape or metrics.scrape),
             *status_page_routes(groups, endpoints),
         ],
@@ -209,6 +221,7 @@ def create_api(
         groups=groups,
         other_port=None if admin_port is None else OtherPort("the admin port", admin_port, is_admin_path),
         document=document,
+        inference={"predict": groups.predict, "v2": v2.infer},
     )
 
 

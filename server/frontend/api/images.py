@@ -1,9 +1,9 @@
 """Decodes a JPEG, PNG or WebP file to the uint8 tensor that the first stage takes.
 
 Scaling and cropping match torchvision's `ImageClassification` transform before normalization, so accuracy over HTTP equals accuracy in a
-notebook. A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size, and only the crop is scaled; other images are scaled by
-torch, in half of Pillow's time. Small images differ from torchvision by at most one grey level, large photographs by less than one on
-average. Time and memory do not depend on the aspect ratio.
+notebook. A JPEG much larger than needed is decoded at 1/2, 1/4 or 1/8 of its size, and only the crop is scaled. Other images are scaled by
+torch, in half of Pillow's time, or by Pillow if they are tiny. Small images differ from torchvision by at most one grey level, large
+photographs by less than one on average. Time and memory do not depend on the aspect ratio.
 
 All functions are synchronous and stateless; `DaemonThreads` runs them.
 """
@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from io import BytesIO
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from PIL import ExifTags, Image
 from PIL.ImageFile import ImageFile
@@ -51,6 +53,9 @@ _MAX_PNG_CHUNKS = 20_000
 _MAX_SCALED_RATIO = 4
 """Up to this aspect ratio, the whole image is scaled and then cropped, bit for bit like torchvision."""
 
+_PILLOW_SIDE = 64
+"""Up to this side in pixels, Pillow scales in less time than torch takes to begin."""
+
 _MIN_OVERSAMPLING = 2
 """A JPEG is decoded at no less than this many times the needed size; scaling then hides the difference."""
 
@@ -64,7 +69,16 @@ class LargeImageError(Exception):
     """More than `LARGE_PIXELS` would be decoded. Large images are decoded one at a time."""
 
 
-def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int, *, allow_large: bool = True) -> Tensor:
+class QuickJpeg(NamedTuple):
+    """Pillow's mode and the size of a JPEG that decodes in little more time than handing it to a thread and back takes."""
+
+    mode: str
+    size: tuple[int, int]
+
+
+def image_tensor(
+    data: bytes, sizes: ImageSizes, max_pixels: int, *, allow_large: bool = True, quick: QuickJpeg | None = None
+) -> Tensor:
     """Decode an image file, apply its orientation, scale its shorter side to `resize_size` and crop the center.
 
     The bytes determine the format, not the declared content type. Transparency is dropped as by `convert("RGB")`; of an
@@ -73,6 +87,7 @@ def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int, *, allow_large
     Args:
         data: the whole file.
         max_pixels: maximum width times height, checked before decoding.
+        quick: what `quick_jpeg` has found in the file.
     Returns:
         uint8 [3, crop_size, crop_size], RGB, contiguous.
     Raises:
@@ -80,11 +95,16 @@ def image_tensor(data: bytes, sizes: ImageSizes, max_pixels: int, *, allow_large
         ImageTooLargeError: more than `max_pixels`.
         LargeImageError: it is large, and `allow_large` is false.
     """
-    small = _small_jpeg(data)
-    file_type = _file_type(data) if small is None else JpegImageFile
+    quick = quick or quick_jpeg(data)
+    file_type = _file_type(data) if quick is None else JpegImageFile
     try:
-        with file_type(BytesIO(data)) if small is None else _decoded(data, *small) as image:
-            _check_size(image, max_pixels)
+        if quick is not None:
+            _check_size(quick.size, max_pixels)
+            image = Image.frombytes(quick.mode, quick.size, data, "jpeg", quick.mode, "")
+            rgb = image if quick.mode == "RGB" else image.convert("RGB")
+            return _scale_and_crop(rgb, quick.size, (0.0, 0.0, *quick.size), sizes, ()).contiguous()
+        with file_type(BytesIO(data)) as image:
+            _check_size(image.size, max_pixels)
             size, window = image.size, _reduce(image, sizes.resize_size)
             if not allow_large and math.prod(size if "progressive" in image.info else image.size) > LARGE_PIXELS:
                 raise LargeImageError
@@ -116,13 +136,11 @@ def _file_type(data: bytes) -> type[ImageFile]:
     raise ImageError("this is not an image: the bytes are neither JPEG nor PNG nor WebP; send one of these")
 
 
-def decodes_quickly(data: bytes) -> bool:
-    """Whether decoding takes little more than handing the image to a thread and back: a small baseline JPEG. Raises ImageError."""
-    return _small_jpeg(data) is not None
+def quick_jpeg(data: bytes) -> QuickJpeg | None:
+    """Describes a small baseline JPEG without EXIF; None for other files, also incomplete ones. Raises ImageError.
 
-
-def _small_jpeg(data: bytes) -> tuple[str, tuple[int, int]] | None:
-    """Mode and size of a small baseline JPEG without EXIF; None for other files, also incomplete ones. Raises ImageError."""
+    Reading the other metadata takes Pillow as long as decoding. Its decoder refuses an image larger than `size`.
+    """
     if len(data) > _QUICK_BYTES or not data.startswith(_JPEG) or not data.endswith(_JPEG_END):
         return None
     frame = _check_jpeg_structure(data)
@@ -130,12 +148,7 @@ def _small_jpeg(data: bytes) -> tuple[str, tuple[int, int]] | None:
         return None
     height, width = (int.from_bytes(data[at : at + 2]) for at in (frame + 5, frame + 7))
     mode = _JPEG_MODES.get(data[frame + 9])
-    return None if mode is None or height * width > _QUICK_PIXELS else (mode, (width, height))
-
-
-def _decoded(data: bytes, mode: str, size: tuple[int, int]) -> Image.Image:
-    """Decode a small JPEG. Pillow takes as long to read the other metadata. Its decoder refuses an image larger than `size`."""
-    return Image.frombytes(mode, size, data, "jpeg", mode, "")
+    return None if mode is None or height * width > _QUICK_PIXELS else QuickJpeg(mode, (width, height))
 
 
 def _check_jpeg_structure(data: bytes) -> int | None:
@@ -170,8 +183,8 @@ def _check_png_structure(data: bytes) -> None:
     raise ImageError(f"the PNG has more than {_MAX_PNG_CHUNKS} chunks; save it again")
 
 
-def _check_size(image: Image.Image, max_pixels: int) -> None:
-    width, height = image.size
+def _check_size(size: tuple[int, int], max_pixels: int) -> None:
+    width, height = size
     if width * height > max_pixels:
         raise ImageTooLargeError(
             f"the image has {width}x{height} = {width * height} pixels, the limit is {max_pixels}; send a smaller one"
@@ -233,9 +246,12 @@ def _scale_and_crop(
     right, bottom = left + crop_size, top + crop_size
     ordinary = max(width, height) <= _MAX_SCALED_RATIO * shorter
     if ordinary and image.size == size:
-        pixels = _interleaved(image).unsqueeze(0)
-        scaled_pixels = interpolate(pixels, (scaled_height, scaled_width), mode="bilinear", antialias=True)
-        return scaled_pixels[0].narrow(1, top, crop_size).narrow(2, left, crop_size)
+        scaled = scaled_width, scaled_height
+        if size == scaled or max(*size, *scaled) <= _PILLOW_SIDE:
+            pixels = _planes(image.resize(scaled, Image.Resampling.BILINEAR) if size != scaled else image)
+        else:
+            [pixels] = interpolate(_interleaved(image), scaled[::-1], mode="bilinear", antialias=True)
+        return pixels[:, top:bottom, left:right]
     # Scaling a whole image of 8 x 6,000,000 pixels would need 150 GB: scale only the crop.
     across, down = (window[2] - window[0]) / scaled_width, (window[3] - window[1]) / scaled_height
     box = (
@@ -247,12 +263,13 @@ def _scale_and_crop(
 
 def _planes(image: Image.Image) -> Tensor:
     """The pixels as uint8 [3, height, width], contiguous."""
-    # Pillow separates the channels in less time than torch.
-    planes = bytearray().join(band.tobytes() for band in image.split())
-    return torch.frombuffer(planes, dtype=torch.uint8).view(3, image.height, image.width)
+    lines = np.frombuffer(
+        image.tobytes("raw", "RGB;L"), np.uint8
+    )  # each line of the image has its channels one after another
+    return torch.from_numpy(lines.reshape(image.height, 3, image.width).transpose(1, 0, 2).copy())
 
 
 def _interleaved(image: Image.Image) -> Tensor:
-    """The pixels as uint8 [3, height, width], with the channels of a pixel adjacent in memory."""
+    """The pixels as uint8 [1, 3, height, width], with the channels of a pixel adjacent in memory."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return pixels.view(image.height, image.width, 3).permute(2, 0, 1)
+    return pixels.view(1, image.height, image.width, 3).permute(0, 3, 1, 2)

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import torch
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from multiworld_serving.common.service.errors import (
 )
 from multiworld_serving.common.service.predictor import Prediction, ServedModel
 from multiworld_serving.models.errors import BundleError
-from multiworld_serving.server.frontend.api.images import LargeImageError, image_tensor
+from multiworld_serving.server.frontend.api.images import LargeImageError, QuickJpeg, image_tensor
 from multiworld_serving.server.frontend.api.oip.metadata import Signature
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.http.open_request import OpenRequest, RequestGate
@@ -39,8 +40,8 @@ from multiworld_serving.server.frontend.observability.request_records import Req
 
 T = TypeVar("T")
 
-_LARGE_BYTES = 1 << 16
-"""Serializing a response with more bytes of outputs takes milliseconds, so it runs on a thread and not on the event loop."""
+_LARGE_BYTES = 1 << 14
+"""Serializing a response with more bytes of outputs takes longer than handing it to a thread, so it runs on a thread and not on the event loop."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,11 @@ class Inference:
         except LargeImageError:
             return await self.large_images.run(partial(self._decode_large_image, file))
 
-    def decode_image(self, file: bytes, *, allow_large: bool = False) -> Tensor:
-        """The input row of an image file. Runs on a thread. Raises LargeImageError if another thread must do it."""
+    def decode_image(self, file: bytes, *, allow_large: bool = False, quick: QuickJpeg | None = None) -> Tensor:
+        """The input row of an image file. Runs on a thread, unless it is quick. Raises LargeImageError if another thread must do it."""
         sizes = self.signature.model.image
         assert sizes is not None, "only models of images take files"
-        return image_tensor(file, sizes, self.gate.limits.max_image_pixels, allow_large=allow_large)
+        return image_tensor(file, sizes, self.gate.limits.max_image_pixels, allow_large=allow_large, quick=quick)
 
     def _decode_large_image(self, file: bytes) -> Tensor:
         try:
@@ -206,12 +207,33 @@ def output_tensors(prediction: Prediction, model: ServedModel) -> tuple[Tensor, 
 
 def prediction_headers(prediction: Prediction) -> dict[str, str]:
     """Version with its digest, path and attempts."""
+    return _headers(prediction.version, prediction.version_digest, prediction.path, prediction.attempts)
+
+
+def _headers(version: str, digest: str, path: tuple[str, ...], attempts: int) -> dict[str, str]:
     return {
-        "X-Model-Version": _quoted(prediction.version, ":+@,"),
-        "X-Model-Digest": prediction.version_digest,
-        "X-Path": ",".join(_quoted(world, ":+@") for world in prediction.path),
-        "X-Attempts": str(prediction.attempts),
+        "X-Model-Version": _quoted(version, ":+@,"),
+        "X-Model-Digest": digest,
+        "X-Path": ",".join(_quoted(world, ":+@") for world in path),
+        "X-Attempts": str(attempts),
     }
+
+
+class JsonResponse(Response):
+    """A prediction as JSON, formed without Starlette's general way to headers."""
+
+    def __init__(self, body: bytes, prediction: Prediction) -> None:
+        self.status_code, self.background, self.body = 200, None, body
+        of_prediction = _raw_headers(
+            prediction.version, prediction.version_digest, prediction.path, prediction.attempts
+        )
+        self.raw_headers = [*of_prediction, (b"content-length", b"%d" % len(body))]
+
+
+@lru_cache(1024)
+def _raw_headers(version: str, digest: str, path: tuple[str, ...], attempts: int) -> list[tuple[bytes, bytes]]:
+    found = {"Content-Type": "application/json", **_headers(version, digest, path, attempts)}
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in found.items()]
 
 
 @lru_cache(1024)

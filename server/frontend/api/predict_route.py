@@ -23,8 +23,8 @@ from multiworld_serving.common.service.errors import (
     WrongPathError,
 )
 from multiworld_serving.common.service.predictor import Prediction, ServedModel
-from multiworld_serving.server.frontend.api.images import LargeImageError, decodes_quickly
-from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, prediction_headers
+from multiworld_serving.server.frontend.api.images import LargeImageError, quick_jpeg
+from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, JsonResponse
 from multiworld_serving.server.frontend.http.route import Endpoint, query_parameters
 from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
@@ -34,6 +34,8 @@ _OTHER_IMAGE_TYPES = ("image/jpg", "application/octet-stream", "")
 FORM_TYPE = "multipart/form-data"
 FIELD = "image"
 """The form field that contains the file, as in `curl -F image=@photo.jpg`."""
+
+_SMALL_FORM_BYTES = 1 << 14
 
 _EXPECTED = f"send exactly one file, in the field {FIELD!r}; options go into the query string"
 
@@ -63,12 +65,8 @@ class PredictRoute:
         async with inference.open_http(request) as opened:
             body = await opened.body(request.headers)
             await opened.admit()
-            if decodes_quickly(body):
-                rows = self._decode(body, content_type)
-            else:
-                rows = await inference.threads.run(partial(self._decode, body, content_type))
-            asked = InferRequest(rows)
-            del body, rows
+            asked = InferRequest(await self._rows(body, content_type))
+            del body
             prediction = await inference.predict(opened, asked)
             return self._response(prediction, opened.record, top_k)
 
@@ -83,8 +81,17 @@ class PredictRoute:
             raise InvalidParameterError(f"query top_k: expected a number from 1 to {labels}, got {given[:64]!r}")
         return found
 
-    def _decode(self, body: bytes, content_type: str) -> Tensor | list[bytes]:
-        file = extract_image(body, content_type) if _media_type(content_type) == FORM_TYPE else body
+    async def _rows(self, body: bytes, content_type: str) -> Tensor | list[bytes]:
+        """The decoded image, or the file of a large one. Decodes a small image here, because handing it to a thread takes as long."""
+        is_form = _media_type(content_type) == FORM_TYPE
+        if is_form and len(body) <= _SMALL_FORM_BYTES:
+            body, is_form = extract_image(body, content_type), False
+        if not is_form and (quick := quick_jpeg(body)) is not None:
+            return self.inference.decode_image(body, quick=quick)[None]
+        return await self.inference.threads.run(partial(self._decode, body, content_type if is_form else None))
+
+    def _decode(self, body: bytes, form: str | None) -> Tensor | list[bytes]:
+        file = body if form is None else extract_image(body, form)
         try:
             return self.inference.decode_image(file)[None]
         except LargeImageError:
@@ -115,7 +122,7 @@ class PredictRoute:
                 },
             }
         )
-        return Response(body, media_type="application/json", headers=prediction_headers(prediction))
+        return JsonResponse(body, prediction)
 
 
 def _supported_content_type(request: Request) -> str:

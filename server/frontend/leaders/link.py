@@ -190,9 +190,12 @@ class LeaderLink:
                 if number:
                     link.handle(number, self._pool.wait_idle())
             case Scrape():
-                link.reply(number, Metrics((("", self._pool.metrics.text().decode()),)))
+                link.handle(number, self._scrape())
             case body:
                 raise ValueError(f"unexpected {type(body).__name__} from a leader")
+
+    async def _scrape(self) -> Metrics:
+        return Metrics((("", (await self._pool.metrics.scrape()).decode()),))
 
     def _on_lost(self) -> None:
         self._link, self.state, self.was_ready = None, None, False

@@ -33,11 +33,12 @@ async def scrape_service(
     """
     links = [(pool.name, link) for pool in pools for link in pool.links if link.state is not None]
     found = await asyncio.gather(*(_scrape(model, link, others=link is links[0][1]) for model, link in links))
-    own = [(name, "", metrics.text().decode())]
+    own = [(name, "", (await metrics.scrape()).decode())]
     if supervisor_file is not None:
         with contextlib.suppress(OSError):
             own.append(("supervisor", "", supervisor_file.read_text()))  # noqa: ASYNC240 - a small file
-    return merge_metrics([*own, *(each for texts in found for each in texts)]).encode()
+    texts = [*own, *(each for texts in found for each in texts)]
+    return (await asyncio.to_thread(merge_metrics, texts)).encode()
 
 
 async def _scrape(model: str, link: LeaderLink, *, others: bool) -> list[tuple[str, str, str]]:

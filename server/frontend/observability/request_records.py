@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
+from prometheus_client import Counter, Histogram
 from starlette.types import Scope
 
 from multiworld_serving.common.metrics import ProgramMetrics
@@ -142,7 +143,8 @@ class RequestRecorder:
             "requests_slow", "Answered requests that took longer than latency_objective_s.", ("model",)
         )
         self._unknown = ModelRequests("", self)
-        self._in_flight = metrics.gauge("requests_in_flight", "Inference requests in flight.")
+        self._in_flight = 0
+        metrics.gauge("requests_in_flight", "Inference requests in flight.").set_function(lambda: self._in_flight)
         self._count = suppress_errors(self._count_outcome)
         self._log = suppress_errors(self._log_request)
 
@@ -166,7 +168,7 @@ class RequestRecorder:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         record.adopt_client_id(given.decode("latin-1"))
         if protocol is not None:
-            self._in_flight.inc()
+            self._in_flight += 1
             if self.traces is not None:
                 record.span = self.traces.begin(scope)
         return record
@@ -215,7 +217,7 @@ class RequestRecorder:
         return self._errors <= MAX_ERRORS_PER_S
 
     def _count_outcome(self, record: RequestRecord) -> None:
-        self._in_flight.dec()
+        self._in_flight -= 1
         (record.counts or self._unknown).add(record)
 
 
@@ -239,19 +241,23 @@ class ModelRequests:
         self._success, self._fail = _Times(), _Times()
         self._batches: dict[int, _Times] = {}
         """By size."""
+        self._series: dict[tuple[str, InferenceProtocol | None, int, str], tuple[Counter, Histogram, Counter]] = {}
+        """Of requests, durations and images by version and outcome: looking up labels takes longer than counting."""
 
     def declare(self, model: str, version: str, protocols: Sequence[InferenceProtocol]) -> None:
         """Create the series of the possible outcomes with value 0, so that the first one is an increase."""
         self.model, self._protocols = model, protocols
         self._families.slow.labels(model)
+        self._series.clear()
         self._use(version)
 
     def add(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         code, duration_s = record.status, record.duration_s
         self._use(record.version)
-        self._families.ended.labels(self.model, record.version, record.protocol, code, record.reason).inc()
-        self._families.duration.labels(self.model, record.protocol, code).observe(duration_s)
+        ended, duration, images = self._series_of(record)
+        ended.inc()
+        duration.observe(duration_s)
         self._recent.append((code, duration_s))
         if code not in _NOT_FOR_THE_MODEL:
             self._last_unix_s = time.time()
@@ -261,6 +267,7 @@ class ModelRequests:
             if code == 200 and duration_s > self._slow_s:
                 self._families.slow.labels(self.model).inc()
             if code == 200 and record.prediction is not None:
+                images.inc(record.prediction.output.shape[0])
                 self._add_prediction(record, record.prediction)
 
     def set_share(self, share: Share) -> None:
@@ -278,10 +285,21 @@ class ModelRequests:
         if ended is not None:
             self._recent.append(ended)
 
+    def _series_of(self, record: RequestRecord) -> tuple[Counter, Histogram, Counter]:
+        outcome = record.version, record.protocol, record.status, record.reason
+        found = self._series.get(outcome)
+        if found is None:
+            version, *how = outcome
+            found = self._series[outcome] = (
+                self._families.ended.labels(self.model, version, *how),
+                self._families.duration.labels(self.model, *how[:2]),
+                self._families.images.labels(self.model, version),
+            )
+        return found
+
     def _add_prediction(self, record: RequestRecord, prediction: Prediction) -> None:
-        images = len(prediction.output)
+        images = prediction.output.shape[0]
         self._inferences += images
-        self._families.images.labels(self.model, record.version).inc(images)
         share, batch = images / prediction.batch_size, self._batches.setdefault(prediction.batch_size, _Times())
         batch.count += share
         batch.input_s += prediction.transfer_s * share
@@ -311,6 +329,7 @@ class ModelRequests:
             former = {"model": self.model, "version": versions.pop(0)}
             self._families.images.remove_by_labels(former)
             self._families.ended.remove_by_labels(former)
+            self._series.clear()
 
     # For the status page
 

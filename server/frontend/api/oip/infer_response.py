@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -72,7 +73,10 @@ def build_response(
         **({"id": request_id} if request_id is not None else {}),
         "outputs": [described for described, _ in parts],
     }
-    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+    try:
+        text = msgspec.json.encode(head)
+    except UnicodeEncodeError:  # the client's id has half a surrogate pair
+        text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
     binaries = [binary for _, binary in parts if binary is not None]
     return (b"".join((text, *binaries)), len(text)) if binaries else (text, None)
 

@@ -44,7 +44,7 @@ class V2Routes:
         }
         models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         return [
-            *(route(f"{model}/infer", self._infer, "POST") for model in models),
+            *(route(f"{model}/infer", self.infer, "POST") for model in models),
             route("/v2", _json_endpoint(lambda: server_metadata(_EXTENSIONS))),
             route("/v2/health/live", _json_endpoint(lambda: {"live": True})),
             route("/v2/health/ready", _json_endpoint(self._health)),
@@ -67,7 +67,7 @@ class V2Routes:
         waiting = self.groups.not_ready
         return {"ready": True} if waiting is None else _ready(waiting.pool)
 
-    async def _infer(self, request: Request) -> Response:
+    async def infer(self, request: Request) -> Response:
         """Compute one or more samples. If one of them is rejected, the whole request is."""
         group = self.groups.choose(RequestRecord.of(request.scope), request.scope, **request.path_params)
         inference = group.described()
