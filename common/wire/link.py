@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -105,7 +106,7 @@ class Link:
         number = self._expect_reply(partial(_settle, future))
         self._calls[number] = future
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) if timeout_s is not None else nullcontext():
                 if not self._writable.is_set():
                     await self.wait_writable()
                 self.send_encoded(encode(Kind.MESSAGE, number, body, payload))
@@ -287,10 +288,11 @@ class Link:
     def _next_transfer(self) -> bytearray:
         """Take queued messages until the transfer is large enough."""
         first, count = self._queue[0], 1
-        data = first if isinstance(first, bytearray) else bytearray(first)
-        while count < len(self._queue) and len(data) < _TRANSFER_BYTES:
-            data += self._queue[count]
+        size = len(first)
+        while count < len(self._queue) and size < _TRANSFER_BYTES:
+            size += len(self._queue[count])
             count += 1
+        data = first if count == 1 and isinstance(first, bytearray) else bytearray().join(self._queue[:count])
         del self._queue[:count]
         self._queued_bytes -= len(data)
         if self._queued_bytes <= _MAX_UNSENT_BYTES:
