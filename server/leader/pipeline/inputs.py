@@ -33,9 +33,11 @@ RequestInput: TypeAlias = Tensor | RemoteInput
 
 def rows_of(tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
     """These rows of a tensor. Neighbours are a view, not a copy. Raises IndexError."""
-    first, end = rows[0], rows[-1] + 1
-    if end > len(tensor):
-        raise IndexError(f"row {end - 1} of a tensor with {len(tensor)} rows")
+    first, end, count = rows[0], rows[-1] + 1, tensor.shape[0]
+    if end > count:
+        raise IndexError(f"row {end - 1} of a tensor with {count} rows")
+    if len(rows) == count == 1:
+        return tensor
     return tensor[first:end] if rows == tuple(range(first, end)) else tensor[list(rows)]
 
 

@@ -186,7 +186,7 @@ class Scheduler(SchedulerState):
         self.hedging.forget(attempt)
         if isinstance(event, BatchDone):
             self.service_times.observe(attempt, worked_s, event.computed_s, event.transfer_s)
-            self.fit_batch_size()
+            self.observed(attempt.replica.pool.stage)
         if not attempt.detach():
             return
         if isinstance(event, BatchDone):

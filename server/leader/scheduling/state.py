@@ -55,26 +55,35 @@ class SchedulerState:
         self.arrivals = ArrivalRate()
         self.hedging = Hedging(config, self.service_times)
         self.draining = False
+        self._compute_s: dict[int, float] = {}
+        """Of a batch of the maximum size, by stage."""
+        self._row_s: float | None = None
+        """See `min_time_s`; None: a batch has returned or the replicas have changed since it was known."""
 
     def min_time_s(self, rows: int) -> float:
         """Lower bound of the time to answer so many rows, by the slowest stage; 0 while the time of a full batch is not known."""
-        full, slowest_s = self.backlog.max_rows, 0.0
-        for pool in self.table.current.pools if self.table.current is not None else ():
-            time_s = self.service_times.full_batch_s(pool.stage, full)
-            if time_s is None:
-                return 0.0
-            slowest_s = max(slowest_s, time_s / len(pool.accepting))
-        return rows * slowest_s / full
+        if self._row_s is None:
+            full, pools = self.backlog.max_rows, () if self.table.current is None else self.table.current.pools
+            times = [(self.service_times.full_batch_s(pool.stage, full), pool) for pool in pools]
+            known = [time_s / len(pool.accepting) for time_s, pool in times if time_s is not None]
+            self._row_s = max(known, default=0.0) / full if len(known) == len(times) else 0.0
+        return rows * self._row_s
 
-    def fit_batch_size(self) -> None:
-        """Let batches grow as far as the slowest stage computes them in `FAST_BATCH_S`, by its latest times."""
+    def observed(self, stage: int) -> None:
+        """A batch has returned from this stage: let batches grow as far as the slowest stage computes them in `FAST_BATCH_S`."""
+        self._row_s = None
         least, most, rows = self.config.slow_batch_size, self.config.max_batch_size, self.backlog.max_rows
         if least is None or least == most:
             return
-        times = [self.service_times.compute_s(stage, rows) for stage in range(self.config.num_stages)]
-        known = [time_s for time_s in times if time_s is not None]
-        if len(known) == len(times) and (slowest_s := max(known)) > 0:
+        times, num_stages = self._compute_s, self.config.num_stages
+        for each in (stage,) if len(times) == num_stages else range(num_stages):
+            if (time_s := self.service_times.compute_s(each, rows)) is None:
+                return
+            times[each] = time_s
+        if (slowest_s := max(times.values())) > 0:
             self.backlog.limit_rows(max(least, min(most, int(FAST_BATCH_S / slowest_s * rows))))
+            if self.backlog.max_rows != rows:
+                times.clear()
 
     # -- when the next batch is formed, and from which requests ---------------------------------------------------------------
 
@@ -231,6 +240,7 @@ class SchedulerState:
 
     def replicas_changed(self) -> None:
         """Update queues and versions. Call after replicas were added or removed."""
+        self._row_s = None
         for pipeline in self.table.pipelines.values():
             for pool in pipeline.pools:
                 self._requeue_stranded(pool)

@@ -5,7 +5,7 @@ A token budget limits the extra load of hedging. Hedged requests: Dean and Barro
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
 from multiworld_serving.server.leader.scheduling.batches import Attempt, Replica
@@ -69,12 +69,18 @@ class ServiceTimes:
 
     def __init__(self) -> None:
         self._size_classes: dict[tuple[int, int], _SizeClass] = {}
+        self._enough: dict[int, list[int]] = {}
+        """The bits of the sizes with enough samples by stage, ascending."""
 
     def observe(self, attempt: Attempt, worked_s: float, computed_s: float | None, transfer_s: float | None) -> None:
         """Record the durations of an attempt that returned an output."""
         size_class = self._size_classes.setdefault(_key(attempt), _SizeClass())
         computed_s, transfer_s = worked_s if computed_s is None else computed_s, transfer_s or 0.0
+        knew_enough = size_class.took.has_enough
         size_class.took.add(worked_s)
+        if size_class.took.has_enough and not knew_enough:
+            stage, bits = _key(attempt)
+            insort(self._enough.setdefault(stage, []), bits)
         size_class.computed.add(computed_s)
         size_class.transfer.add(transfer_s)
         size_class.per_row.add(computed_s / len(attempt.batch.rows))
@@ -115,10 +121,10 @@ class ServiceTimes:
 
     def _nearest(self, stage: int, rows: int) -> tuple[int, _SizeClass] | None:
         """The bits and the samples of this size, else of the next smaller one with enough samples, else of the next larger one."""
-        enough = [bits for (of, bits), each in self._size_classes.items() if of == stage and each.took.has_enough]
-        if not enough:
+        enough = self._enough.get(stage)
+        if enough is None:
             return None
-        bits = max((bits for bits in enough if bits <= rows.bit_length()), default=min(enough))
+        bits = enough[max(0, bisect_right(enough, rows.bit_length()) - 1)]
         return bits, self._size_classes[stage, bits]
 
 
