@@ -41,7 +41,7 @@ from multiworld_serving.server.frontend.observability.request_records import Req
 T = TypeVar("T")
 
 _LARGE_BYTES = 1 << 14
-"""Serializing a response with more bytes of outputs takes longer than handing it to a thread, so it runs on a thread and not on the event loop."""
+"""Serializing a response with more bytes of outputs takes longer than handing it to a thread does."""
 
 
 @dataclass(frozen=True)
