@@ -154,13 +154,11 @@ class Edges:
             RowsLostError: a producer could not send its rows.
         """
         shapes = [(len(source.at), *row_shape) for source in sources]
-        found = await asyncio.gather(
-            *(
-                self.fetch(source.holder, source.refs, dtype, shape, take=take)
-                for source, shape in zip(sources, shapes, strict=True)
-            ),
-            return_exceptions=True,
-        )
+        fetches = [
+            self.fetch(source.holder, source.refs, dtype, shape, take=take)
+            for source, shape in zip(sources, shapes, strict=True)
+        ]
+        found = await asyncio.gather(*fetches, return_exceptions=True) if fetches else ()
         parts: list[tuple[Sequence[int], Tensor]] = []
         for source, part in zip(sources, found, strict=True):
             if isinstance(part, BaseException):
