@@ -81,19 +81,22 @@ class ReplicaTable:
             self._start_hang_timer(attempt.replica, attempt.sent_s)
 
     def record_returned(self, attempt: Attempt, now_s: float) -> float:
-        """Record that the replica returned a batch, and restart the hang timer.
+        """Record that the replica returned a batch, and restart the hang timer if it was the first of those in flight.
+
+        A worker may compute several batches at the same time: if it returns later ones only, the first one hangs.
 
         Returns:
             The service time in seconds: since the batch was sent or, if later, since the replica's previous return.
         """
         replica = attempt.replica
+        was_first = next(iter(replica.in_flight.values())) is attempt
         replica.pool.remove_attempt(attempt)
         worked_s = now_s - max(attempt.sent_s, replica.answered_s)
         replica.answered_s = now_s
-        if replica.in_flight:
-            self._start_hang_timer(replica, now_s)
-        else:
+        if not replica.in_flight:
             self.hang_deadlines.discard(replica)
+        elif was_first:
+            self._start_hang_timer(replica, now_s)
         return worked_s
 
     def _start_hang_timer(self, replica: Replica, now_s: float) -> None:

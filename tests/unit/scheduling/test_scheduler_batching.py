@@ -3,6 +3,7 @@
 import pytest
 
 from multiworld_serving.server.leader.scheduling.actions import Action, KeepOutput, SendBatch
+from multiworld_serving.server.leader.scheduling.estimates.service_times import ServiceTimes
 from multiworld_serving.server.leader.scheduling.events import BatchDone
 from tests.unit.scheduling.scheduler_harness import SchedulerHarness, answered, only, sends
 
@@ -134,3 +135,19 @@ def test_version_is_in_use_until_its_last_batch_has_ended() -> None:
     driver.answer_all([new])
     driver.answer_all([old])
     assert (batches_of("v1"), batches_of("v2"), batches_of("v3")) == (0, 0, 0)
+
+
+def test_batch_that_returns_does_not_cost_more_with_more_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SchedulerHarness(stages=64, replicas=1, max_batch_size=32, slow_batch_size=8)
+    asked, compute_s = list[int](), ServiceTimes.compute_s
+
+    def counted(times: ServiceTimes, stage: int, rows: int) -> float | None:
+        asked.append(stage)
+        return compute_s(times, stage, rows)
+
+    monkeypatch.setattr(ServiceTimes, "compute_s", counted)
+    for _ in range(20):
+        driver.answer_all(driver.arrive(), after_s=0.01)
+    asked.clear()
+    driver.answer_all(driver.arrive(), after_s=0.01)
+    assert asked == list(range(64))

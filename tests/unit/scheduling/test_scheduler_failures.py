@@ -115,3 +115,21 @@ def test_isolation_alternates_with_ordinary_batches_on_a_single_replica() -> Non
         pending = sends(driver.done(pending.pop()))
         turns += [send.isolated for send in pending]
     assert turns == [True, False, True, False, True, False]
+
+
+def test_replica_that_computes_several_batches_at_once_hangs_if_it_returns_only_the_later_ones() -> None:
+    driver = SchedulerHarness(replicas=1, max_batch_size=1, hang_timeout_s=2.0)
+    first, second = sends(driver.arrive(2))
+    for _ in range(3):
+        driver.arrive()
+        [second] = sends(driver.done(second, after_s=0.5))
+    assert not of(driver.done(second, after_s=0.4), FailReplica)
+    assert of(driver.wait(0.2), FailReplica) == [FailReplica(first.replica, "hang")]
+
+
+def test_hang_timeout_begins_again_when_the_first_batch_returns() -> None:
+    driver = SchedulerHarness(replicas=1, max_batch_size=1, hang_timeout_s=2.0)
+    first, _ = sends(driver.arrive(2))
+    driver.done(first, after_s=1.5)
+    assert not of(driver.wait(1.9), FailReplica)
+    assert of(driver.wait(0.2), FailReplica)
