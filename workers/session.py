@@ -169,13 +169,13 @@ class Session:
             outcome = "answered"
             return answer
         except RowsLostError as error:
-            logger.warning("world=%s stage=%d the input of a batch is lost: %s", world.name, batch.stage, error)
+            logger.warning("%s the input is lost: %s", _named(batch, world), error)
             outcome = "input_lost"
             return RowsLost(str(error)), b""
         except Exception as error:
             if is_out_of_memory(error):  # the leader reroutes the batch, and a supervisor starts a new process
                 arm_exit_timer(OUT_OF_MEMORY_EXIT_S)
-            logger.exception("world=%s stage=%d %s a batch raised", world.name, batch.stage, stage.spec.blocks[0])
+            logger.exception("%s %s the batch raised", _named(batch, world), stage.spec.blocks[0])
             self._end_if_device_failed()
             outcome = "failed"
             return Failed.of(error), b""
@@ -207,3 +207,8 @@ class Session:
         number = self._edges.store.put(self, output, expires_s=expires_s) if inputs.keep else None
         result = Computed(done.compute_ns, done.waited_us, tuple(output.shape[1:]), number)
         return result, rows_payload(output) if number is None else b""
+
+
+def _named(batch: Batch, world: World) -> str:
+    """A batch, for the log."""
+    return f"world={world.name} stage={batch.stage} request_id={batch.request_ids}"

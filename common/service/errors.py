@@ -30,7 +30,10 @@ This is the only place that gives a reason its HTTP status.
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
+
+if TYPE_CHECKING:
+    from multiworld_serving.common.service.predictor import Trace
 
 
 class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a fault of ours: the name the contract gives)
@@ -44,11 +47,13 @@ class RequestRejected(Exception):  # noqa: N818 (an outcome of a request, not a 
         reason: machine-readable: a label in the metrics and a field of the response. Each class has its own.
         status: of the HTTP response.
         retry_after_s: None = not known, or never.
+        trace: of a traced request, as in `Prediction`.
     """
 
     reason: ClassVar[str] = "refused"
     status: ClassVar[int] = 503
     retry_after_s: float | None = None
+    trace: Trace | None = None
 
     def __init_subclass__(cls, *, reason: str, status: int, retry_after_s: float | None = None) -> None:
         cls.reason, cls.status = reason, status

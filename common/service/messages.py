@@ -16,6 +16,7 @@ from multiworld_serving.common.service.predictor import (
     Prediction,
     RestartStep,
     ServedModel,
+    Trace,
 )
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
 from multiworld_serving.common.wire.inputs import RowsLost
@@ -42,6 +43,7 @@ class Predict(Body, frozen=True):
         tensor: id of the input that the frontend keeps, [rows, …]; None: the input is the payload.
         row_bytes: length of a row of the input, if lengths vary; otherwise 0.
         relay: all tensors of the request pass the leader: the input is the payload, and the output that of the reply.
+        traced: the reply contains a `trace`.
     """
 
     request_id: str
@@ -51,6 +53,7 @@ class Predict(Body, frozen=True):
     tensor: int | None = None
     row_bytes: Annotated[int, Meta(ge=0, lt=_MAX_ROW)] = 0
     relay: bool = False
+    traced: bool = False
 
 
 class Rejection(Failure, frozen=True):
@@ -59,11 +62,12 @@ class Rejection(Failure, frozen=True):
     reason: str
     detail: str
     retry_after_s: float | None = None
+    trace: Trace | None = None
 
     @classmethod
     def of(cls, error: Exception) -> Rejection:
         if isinstance(error, RequestRejected):
-            return cls(error.reason, error.detail, error.retry_after_s)
+            return cls(error.reason, error.detail, error.retry_after_s, error.trace)
         if isinstance(error, ModelError):
             return cls("invalid_weights", str(error))
         logger.error("a message failed", exc_info=error)
@@ -72,7 +76,9 @@ class Rejection(Failure, frozen=True):
     def error(self) -> Exception:
         if self.reason == _INTERNAL:
             return RuntimeError(self.detail)
-        return RequestRejected.for_reason(self.reason, self.detail, retry_after_s=self.retry_after_s)
+        error = RequestRejected.for_reason(self.reason, self.detail, retry_after_s=self.retry_after_s)
+        error.trace = self.trace
+        return error
 
 
 class AdminOperation(Body, frozen=True):

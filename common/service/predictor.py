@@ -115,6 +115,35 @@ class RestartStep:
     back_s: float | None = None
 
 
+class StageAttempt(msgspec.Struct):
+    """One sending of a batch to a worker, in a `Trace`."""
+
+    batch: int
+    stage: int
+    rows: int
+    kind: str
+    """See `SendKind`."""
+    replica: str
+    """World, generation and version of the model."""
+    worker: str
+    sent_s: float
+    ended_s: float = 0.0
+    """When the result came, or the worker was lost; 0 = not yet."""
+    compute_s: float = 0.0
+    transfer_s: float = 0.0
+    error: str = "no result"
+    """Why it returned no output; empty if it did."""
+
+
+class Trace(msgspec.Struct):
+    """What the leader has done with a traced request. Times are those of its `time.monotonic()`."""
+
+    arrived_s: float
+    deadline_s: float
+    """The deadline of the request. The frontend knows it on its own clock."""
+    attempts: list[StageAttempt]
+
+
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The model's outputs for the samples of a request, and how they were computed. All samples were computed by one version.
 
@@ -145,3 +174,5 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
     """Rows of the output that workers keep, with the samples that they answer. The leader sends them, and the frontend fetches the rows."""
     row_bytes: int = 0
     """Length of these rows if the lengths of outputs vary; otherwise 0."""
+    trace: Trace | None = None
+    """None = the request is not traced."""

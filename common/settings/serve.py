@@ -80,7 +80,7 @@ class HttpSettings(ServiceSettings):
     finite_inputs: bool = setting(False, "Limits")
     """Reject inputs that contain NaN or infinity; otherwise, the model computes with them."""
     access_log: bool = setting(False, "Logging")
-    """Log one line per HTTP request; otherwise, only failed inference requests are logged."""
+    """Log one line per HTTP request; otherwise, only inference requests that failed or needed several attempts are logged."""
     otlp_endpoint: str | None = setting(
         None,
         "Logging",

@@ -74,11 +74,16 @@ class Loaded(Body, frozen=True):
 
 
 class Batch(Body, frozen=True):
-    """Leader to worker: compute a batch. The payload has the rows `inputs.relayed`. Reply: Computed, RowsLost or Failed."""
+    """Leader to worker: compute a batch. The payload has the rows `inputs.relayed`. Reply: Computed, RowsLost or Failed.
+
+    Attributes:
+        request_ids: the ids of its requests, separated by commas, for the log.
+    """
 
     stage: int
     version: _Version
     inputs: BatchInputs
+    request_ids: str = ""
 
 
 class Computed(Body, frozen=True):

@@ -33,7 +33,7 @@ from multiworld_serving.common.service.messages import (
     Step,
     parse_rows,
 )
-from multiworld_serving.common.service.predictor import Prediction, ServedModel
+from multiworld_serving.common.service.predictor import Prediction, ServedModel, Trace
 from multiworld_serving.common.service.snapshots import FrontendSnapshot, PipelineSnapshot
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.wire.inputs import RowsLost, RowsLostError
@@ -243,15 +243,16 @@ class FrontendSession:
 
     def _predict(self, number: int, request: Predict, payload: memoryview) -> None:
         """Start a prediction. Its outcome is sent by a callback: a task for each request would cost more than the rest of it."""
-        leader = self._sessions.leader
+        leader, deadline_s = self._sessions.leader, time.monotonic() + request.timeout_s
         try:
             pending = PendingRequest(
                 lambda outcome: self.link.finish(number, partial(_reply_of, outcome)),
                 self._inputs(request, payload),
                 request.request_id,
-                time.monotonic() + request.timeout_s,
+                deadline_s,
                 request.key,
                 relay=request.relay,
+                trace=Trace(time.monotonic(), deadline_s, []) if request.traced else None,
             )
         except Exception as error:  # noqa: BLE001 - reported to the frontend
             self.link.reply_error(number, error)

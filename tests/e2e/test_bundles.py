@@ -24,7 +24,14 @@ def test_killed_workers_cost_no_request_of_a_transformer_with_variable_lengths(t
         Client(service.url, timeout_s=120) as client,
     ):
         with pytest.raises(InvalidRequestError, match="index out of range"):
-            client.infer({"ids": torch.full((1, 2), 60), "mask": torch.ones(1, 2, dtype=torch.bool)})
+            client.infer(
+                {"ids": torch.full((1, 2), 60), "mask": torch.ones(1, 2, dtype=torch.bool)}, request_id="invalid"
+            )
+        # The id is in the lines of the frontend, the leader and the worker.
+        assert service.wait_for(lambda line: line.message == "request", 60)["request_id"] == "invalid"
+        told = [line["logger"] for line in service.lines if line["request_id"] == "invalid"]
+        for program in ("server.frontend", "server.leader", "workers.session"):
+            assert any(program in logger for logger in told), (program, told)
         for rows, length in ((1, 2), (3, 32)):
             ids = torch.randint(0, 50, (rows, length))
             with torch.inference_mode():

@@ -1,9 +1,12 @@
-"""Traces of a whole service as a collector receives them by OTLP over HTTP: a span of each request in the client's trace. And its edges."""
+"""Traces of a whole service as a collector receives them by OTLP over HTTP: the spans of a request in the client's trace. And its edges."""
 
+import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +16,12 @@ import pytest
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.local_service import LocalService
 from tests.http_server import QuietHandler, serving
-from tests.services import small_service
+from tests.services import says, small_service
 from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Collector:
                 self.spans += scope.spans
 
     def trace(self, trace_id: str) -> list[Any]:
-        """The spans of a trace, once that of the request has arrived."""
+        """The spans of a trace, once that of the request has arrived, which is the last one."""
 
         def found() -> list[Any]:
             return [span for span in list(self.spans) if span.trace_id.hex() == trace_id]
@@ -79,11 +83,11 @@ def service(collector: Collector) -> Iterator[LocalService]:
         yield running
 
 
-def ask(service: LocalService, traceparent: str | None) -> httpx.Response:
-    headers = [(b"content-type", b"image/jpeg")]
+def ask(service: LocalService, traceparent: str | None, *more: tuple[bytes, bytes]) -> httpx.Response:
+    headers = [(b"content-type", b"image/jpeg"), *more]
     if traceparent is not None:
         headers.append((b"traceparent", traceparent.encode("latin-1")))
-    return httpx.post(f"{service.url}/predict", content=photo(), headers=headers, timeout=60)
+    return httpx.post(f"{service.url}/predict", content=photo(), headers=headers, timeout=120)
 
 
 def test_no_tensor_passes_a_leader(service: LocalService) -> None:
@@ -117,7 +121,7 @@ def test_client_trace_has_a_span_of_the_request_with_its_attributes(
     before_ns = time.time_ns()
     answer = ask(service, traceparent)
     assert answer.status_code == 200
-    (request,) = collector.trace(trace_id)
+    (request,) = [span for span in collector.trace(trace_id) if span.name == "POST /predict"]
     assert collector.services[request.span_id] == "multiworld-frontend"
     assert request.parent_span_id.hex() == client_span
     said, took_s = facts(request), (request.end_time_unix_nano - request.start_time_unix_nano) / 1e9
@@ -130,6 +134,67 @@ def test_client_trace_has_a_span_of_the_request_with_its_attributes(
     assert all(seconds >= 0 for seconds in phases)
     assert 0 < sum(phases) <= took_s
     assert before_ns <= request.start_time_unix_nano <= time.time_ns()
+
+
+def tree(spans: list[Any], parent: Any) -> list[Any]:
+    """[name, children] of the spans below a span, by their beginning. Each lies within its parent."""
+    below = sorted((span for span in spans if span.parent_span_id == parent.span_id), key=by_time)
+    for span in below:
+        assert parent.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano, span.name
+        assert span.end_time_unix_nano <= parent.end_time_unix_nano, span.name
+    return [[span.name, tree(spans, span)] if tree(spans, span) else span.name for span in below]
+
+
+def by_time(span: Any) -> tuple[int, int]:
+    return span.start_time_unix_nano, span.end_time_unix_nano
+
+
+def test_trace_has_spans_of_queue_batch_and_each_stage_with_its_worker(
+    service: LocalService, collector: Collector
+) -> None:
+    trace_id, client_span, traceparent = new_trace()
+    assert ask(service, traceparent).status_code == 200
+    spans = collector.trace(trace_id)
+    (request,) = [span for span in spans if span.parent_span_id.hex() == client_span]
+    stages = ["stage 0", "stage 1"]
+    assert tree(spans, request) == ["queue", ["batch", stages]]
+    for span in (span for span in spans if span.name in stages):
+        at, said = service.status()["stages"][int(span.name[-1])]["replicas"][0], facts(span)
+        assert (said["multiworld.worker"], said["multiworld.kind"]) == (at["worker"], "first")
+        assert said["multiworld.replica"].startswith(f"{at['world']}#{at['generation']}@")
+        assert 0 < said["multiworld.compute_s"] <= (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+
+
+def test_trace_and_log_show_that_a_request_was_rerouted(service: LocalService, collector: Collector) -> None:
+    trace_id, _, traceparent = new_trace()
+    lost = service.status()["stages"][1]["replicas"][0]
+    os.kill(lost["pid"], signal.SIGSTOP)
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(ask, service, traceparent, (b"x-request-id", b"rerouted"))
+        wait_until(lambda: service.status()["stages"][1]["replicas"][0]["in_flight"] == 1)
+        os.kill(lost["pid"], signal.SIGKILL)
+        assert asked.result().headers["x-attempts"] == "2"
+    failed, repeated = sorted((span for span in collector.trace(trace_id) if span.name == "stage 1"), key=by_time)
+    assert (facts(failed)["multiworld.worker"], failed.status.code) == (lost["worker"], Status.STATUS_CODE_ERROR)
+    assert failed.status.message.startswith("the worker was lost")
+    assert (facts(repeated)["multiworld.kind"], repeated.status.code) == ("reroute", Status.STATUS_CODE_UNSET)
+    assert failed.end_time_unix_nano <= repeated.start_time_unix_nano
+    line = service.wait_for(lambda line: line.message == "request", 60)
+    assert (line["request_id"], line["attempts"], line["status"]) == ("rerouted", 2, 200)
+    assert says(service, " rerouted to ")["request_id"] == "rerouted"
+
+
+def test_trace_shows_why_a_request_was_rejected(service: LocalService, collector: Collector) -> None:
+    trace_id, _, traceparent = new_trace()
+    worker = service.status()["stages"][1]["replicas"][0]
+    os.kill(worker["pid"], signal.SIGSTOP)
+    refused = ask(service, traceparent, (b"x-request-timeout-s", b"0.5"))
+    os.kill(worker["pid"], signal.SIGCONT)
+    assert refused.status_code == 504
+    spans = {span.name: span for span in collector.trace(trace_id)}
+    assert spans["stage 0"].status.code == Status.STATUS_CODE_UNSET
+    assert spans["stage 1"].status.message == "no result"
+    assert spans["POST /predict"].status.message == "deadline"
 
 
 def test_unsampled_requests_are_not_traced(service: LocalService, collector: Collector) -> None:

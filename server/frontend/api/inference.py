@@ -25,6 +25,7 @@ from multiworld_serving.common.service.errors import (
     ForbiddenError,
     ImageError,
     ImageTooLargeError,
+    RequestRejected,
     StageError,
     UnknownModelError,
 )
@@ -135,11 +136,16 @@ class Inference:
         rows, asked.rows = await self._decoded(opened, asked.rows), ()
         opened.release()
         record.input_s, opened.predicts = time.monotonic() - record.received_s, True
-        found = await self.gate.pipeline.predict(
-            rows, key=asked.key, deadline_s=opened.deadline_s, request_id=record.request_id
-        )
+        record.deadline_s, traced = opened.deadline_s, record.span is not None
+        try:
+            found = await self.gate.pipeline.predict(
+                rows, key=asked.key, deadline_s=record.deadline_s, request_id=record.request_id, traced=traced
+            )
+        except RequestRejected as error:
+            record.trace = error.trace
+            raise
         record.version, record.prediction, record.predicted_s = found.version, found, time.monotonic()
-        prediction = self.respond(rows, asked.key, found)
+        record.trace, prediction = found.trace, self.respond(rows, asked.key, found)
         if asked.version not in (None, prediction.version_number):
             raise UnknownModelError(
                 f"version {asked.version} was replaced by {prediction.version_number} while the request was in flight"

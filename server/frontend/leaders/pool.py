@@ -127,7 +127,9 @@ class LeaderPool:
         """A request that was admitted has ended."""
         self.open_requests -= 1
 
-    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+    async def predict(
+        self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "", traced: bool = False
+    ) -> Prediction:
         """Compute the samples of one request with one version.
 
         Args:
@@ -135,6 +137,7 @@ class LeaderPool:
             key: requests with equal keys can be computed together; see `RowFormat.key`.
             deadline_s: deadline on the clock of `time.monotonic()`.
             request_id: identifies this request in the log.
+            traced: the prediction, or the exception, has a `trace`.
         Raises:
             RequestRejected: a subclass says why (multiworld_serving.common.service.errors). The leaders continue to serve.
         Leaders reject a request at its deadline. If the leader does not reply, the caller cancels soon after the deadline.
@@ -153,7 +156,7 @@ class LeaderPool:
                     await self._wait_for_leader(deadline_s)
                     continue
                 tensor, left_s = None if sending.relay else number, deadline_s - time.monotonic()
-                message = Predict(request_id, left_s, key, len(rows), tensor, row_bytes, sending.relay)
+                message = Predict(request_id, left_s, key, len(rows), tensor, row_bytes, sending.relay, traced)
                 payload = rows_payload(rows) if tensor is None else b""
                 sending.holders += 1
                 try:

@@ -19,7 +19,7 @@ from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.service.errors import STATUS_OF_REASON
 from multiworld_serving.common.service.model_versions import Share
-from multiworld_serving.common.service.predictor import Prediction
+from multiworld_serving.common.service.predictor import Prediction, Trace
 from multiworld_serving.server.frontend.observability.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ ShadowOutcome = Literal["equal", "different", "failed", "incompatible", "dropped
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected. Never sent; a label of the metrics."""
-MAX_ERRORS_PER_S = 50
-"""Lines about errors in one second without `log_all`: an overloaded service rejects thousands of requests per second."""
+MAX_LOGGED_PER_S = 50
+"""Lines in one second without `log_all`: an overloaded service rejects thousands of requests per second."""
 MAX_VERSIONS = 8
 """Versions whose series are kept, as leaders keep the numbers of the latest eight."""
 _MAX_RECENT = 10_000
@@ -85,6 +85,10 @@ class RequestRecord:
     """Whether the id was generated, since the headers contain none."""
     span: Any = None
     """The recorded span of a traced request."""
+    trace: Trace | None = None
+    """Of a traced request, from its leader."""
+    deadline_s: float = 0.0
+    """By `time.monotonic()`; 0 = it was not sent to a leader."""
 
     def adopt_client_id(self, given: str) -> None:
         """Use the id in the request's body if it is short and printable and the headers contain none."""
@@ -117,13 +121,14 @@ class RequestRecorder:
     Attributes:
         traces: None = no tracing.
         ended, images, duration, slow, copies, share: the metrics, which all models share.
-        log_all: log all requests; False logs failed inference requests only, at most `MAX_ERRORS_PER_S`.
+        log_all: log all requests; False logs only the inference requests that failed or needed several attempts, at most
+            `MAX_LOGGED_PER_S`.
     """
 
     def __init__(self, metrics: ProgramMetrics) -> None:
         self.traces: RequestTraces | None = None
         self.log_all = False
-        self._second = self._errors = 0
+        self._second = self._logged = 0
         labels = ("model", "version", "protocol", "code", "reason")
         self.ended = metrics.counter("requests", "Inference requests completed, by outcome.", labels)
         self.images = metrics.counter("images", "Images in answered inference requests.", ("model", "version"))
@@ -182,14 +187,15 @@ class RequestRecorder:
             self._count(record)
             if self.traces is not None and record.span is not None:
                 _end_span(self.traces, scope, record)
-        if self.log_all or (record.protocol is not None and record.status >= 400):
+        attempts = 0 if record.prediction is None else record.prediction.attempts
+        if self.log_all or (record.protocol is not None and (record.status >= 400 or attempts > 1)):
             self._log(scope, record)
 
     # The log
 
     def _log_request(self, scope: Scope, record: RequestRecord) -> None:
         """Its fields are `extra` fields of the log record, so that no client can forge one."""
-        if not self.log_all and not self._may_log_error():
+        if not self.log_all and not self._may_log():
             return
         fields: dict[str, object] = {
             "request_id": record.request_id,
@@ -207,14 +213,16 @@ class RequestRecorder:
             fields["key"] = record.key_name
         logger.log(logging.WARNING if record.status >= 500 else logging.INFO, "request", extra=fields)
 
-    def _may_log_error(self) -> bool:
+    def _may_log(self) -> bool:
         second = int(time.monotonic())
         if second != self._second:
-            if (left_out := self._errors - MAX_ERRORS_PER_S) > 0:
-                logger.warning("more failed requests than are logged; --access-log logs all left_out=%d", left_out)
-            self._second, self._errors = second, 0
-        self._errors += 1
-        return self._errors <= MAX_ERRORS_PER_S
+            if (left_out := self._logged - MAX_LOGGED_PER_S) > 0:
+                logger.warning(
+                    "more failed or repeated requests than are logged; --access-log logs all left_out=%d", left_out
+                )
+            self._second, self._logged = second, 0
+        self._logged += 1
+        return self._logged <= MAX_LOGGED_PER_S
 
     def _count_outcome(self, record: RequestRecord) -> None:
         self._in_flight -= 1
@@ -389,6 +397,8 @@ def _end_span(traces: RequestTraces, scope: Scope, record: RequestRecord) -> Non
             "multiworld.compute_s": found.compute_s,
             "multiworld.transfer_s": found.transfer_s,
         }
+    if record.trace is not None:
+        traces.add_trace(record.span, record.trace, record.deadline_s - record.trace.deadline_s)
     traces.end(record.span, attributes, record.reason if record.status >= 500 else "")
 
 

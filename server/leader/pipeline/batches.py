@@ -20,6 +20,8 @@ from multiworld_serving.server.leader.versions.version_table import VersionPlan
 
 logger = logging.getLogger(__name__)
 
+_SENT_AGAIN = {"reroute": "rerouted", "retry": "retried"}
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -28,12 +30,14 @@ class _Batch:
     Attributes:
         input: of the current stage; None: it could not be stored.
         relay: workers send their outputs to the leader.
+        request_ids: the ids of its requests, separated by commas, for the log.
         compute_s, transfer_s: seconds that the batch has spent so far, summed over its stages.
         path: names of the worlds that computed the stages so far.
     """
 
     input: BatchInputs | KeptOutput | None
     relay: bool
+    request_ids: str
     compute_s: float = 0.0
     transfer_s: float = 0.0
     path: tuple[str, ...] = ()
@@ -111,7 +115,8 @@ class Batches:
         batch = self._batches.get(action.batch)
         if batch is None and action.stage == 0:
             rows, relay = self._requests.rows(action.requests), self._requests.are_relayed(action.requests)
-            batch = self._batches[action.batch] = _Batch(batch_input(rows), relay)
+            request_ids = self._requests.request_ids(action.requests)
+            batch = self._batches[action.batch] = _Batch(batch_input(rows), relay, request_ids)
         if batch is None or batch.input is None:
             raise LookupError(f"there is no input for batch {action.batch}")
         link, plan = self.replicas[action.replica]
@@ -120,20 +125,27 @@ class Batches:
             inputs = batch.input.inputs() if isinstance(batch.input, KeptOutput) else batch.input
             if batch.relay:
                 inputs = replace(inputs, keep=False)
-            sent = SentBatch(action.batch, action.stage, plan.number, action.requests, action.replica, time.monotonic())
+            sent = SentBatch(
+                *(action.batch, action.stage, plan.number, action.requests, action.replica, time.monotonic()),
+                batch.request_ids,
+            )
+            if self._requests.traced:
+                self._requests.trace(sent, action.kind, worker.name)
             link.send(sent, inputs)
             if nbytes := relayed_bytes(batch.input):
                 self._metrics.link(action.stage, worker.slot.index).sent_bytes.inc(nbytes)
-        self._count_sent(action, worker)
+        self._count_sent(action, worker, batch.request_ids)
 
-    def _count_sent(self, action: SendBatch, worker: Worker) -> None:
+    def _count_sent(self, action: SendBatch, worker: Worker, request_ids: str) -> None:
         metrics = self._metrics
         if action.kind == "first" and action.stage == 0:
             metrics.batch_size.observe(len(action.requests))
             metrics.queue_s.observe(action.waited_s)
         elif action.kind == "reroute":
             metrics.reroute_s.observe(action.waited_s)
+        how = _SENT_AGAIN.get(action.kind, "isolated" if action.isolated and not action.stage else "")
+        if how:
             logger.info(
-                "batch=%d stage=%d rerouted to world=%s generation=%d attempt=%d after_s=%.3f",
-                *(action.batch, action.stage, *worker.id, action.attempt, action.waited_s),
+                "batch=%d stage=%d %s to world=%s generation=%d attempt=%d after_s=%.3f request_id=%s",
+                *(action.batch, action.stage, how, *worker.id, action.attempt, action.waited_s, request_ids),
             )

@@ -150,6 +150,7 @@ class SchedulerDriver:
         if nbytes:
             of_slot.received_bytes.inc(nbytes)
             self._metrics.relayed_from_workers.inc(nbytes)
+        sent.end("", compute_s, transfer_s)
         self.batches.computed(sent.batch, compute_s, transfer_s)
         self.submit_event(
             BatchDone(sent.batch, sent.replica, compute_s, transfer_s, isinstance(output, KeptOutput)), output
@@ -157,13 +158,21 @@ class SchedulerDriver:
 
     def _on_input_lost(self, worker: Worker, sent: SentBatch, lost: RowsLost) -> None:
         why = one_line(lost.why)
-        logger.warning("world=%s batch=%d the input is lost: %s", worker.id.world, sent.batch, why)
+        sent.end(f"the input is lost: {why}")
+        logger.warning(
+            "world=%s batch=%d request_id=%s the input is lost: %s",
+            *(worker.id.world, sent.batch, sent.request_ids, why),
+        )
         if sent.batch in self.batches:  # otherwise its requests have ended or start again
             self.requests.lose_input(sent.requests, why)
         self.submit_event(BatchFailed(sent.batch, sent.replica, why, sent=False))
 
     def _on_failed(self, worker: Worker, sent: SentBatch, error: str) -> None:
-        logger.warning("world=%s generation=%d batch=%d failed: %s", *worker.id, sent.batch, error)
+        sent.end(error)
+        logger.warning(
+            "world=%s generation=%d batch=%d request_id=%s failed: %s",
+            *(*worker.id, sent.batch, sent.request_ids, error),
+        )
         self.submit_event(BatchFailed(sent.batch, sent.replica, error, by_input=bool(_CAUSED_BY_INPUT.search(error))))
 
     # -- events and actions of the scheduler ---------------------------------------------------------------------------------

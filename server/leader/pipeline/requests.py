@@ -19,10 +19,11 @@ from multiworld_serving.common.service.errors import (
     RequestRejected,
     StageError,
 )
-from multiworld_serving.common.service.predictor import ModelVersion, Prediction
+from multiworld_serving.common.service.predictor import ModelVersion, Prediction, StageAttempt, Trace
 from multiworld_serving.common.wire.inputs import RowsLostError, Source, joined_rows
 from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.pipeline.inputs import RequestInput, rows_of
+from multiworld_serving.server.leader.replicas.worker import SentBatch
 from multiworld_serving.server.leader.replicas.worker_link import KeptOutput
 from multiworld_serving.server.leader.scheduling.actions import Answer, Reject
 from multiworld_serving.server.leader.scheduling.events import RequestArrived, RequestCancelled
@@ -31,6 +32,8 @@ from multiworld_serving.server.leader.versions.version_table import VersionTable
 logger = logging.getLogger(__name__)
 
 _NO_OUTPUT = torch.empty(0)
+_FREQUENT = ("overloaded", "deadline", "no_replica", "not_ready")
+"""Reasons for which a busy leader rejects thousands of requests per second. Frontends log a part of them."""
 _LOST_AFTER_S = 0.5
 """A request without an outcome this long after its deadline is lost."""
 
@@ -64,6 +67,7 @@ class PendingRequest:
         relay: all tensors of the request pass this leader. It shares batches only with other relayed requests, so that none of them has
             an input that a worker must fetch.
         open: the samples without an outcome, by their ids at the scheduler.
+        trace: None = it is not traced.
     """
 
     on_outcome: Callable[[Outcome], None]
@@ -76,6 +80,7 @@ class PendingRequest:
     ended: bool = False
     open: dict[int, int] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
+    trace: Trace | None = None
 
     def prediction(self, model: str, now_s: float) -> Prediction:
         """The answer, when no sample is open any more and one version has computed all."""
@@ -112,6 +117,7 @@ class PendingRequest:
             batch_size=max(last.batch_size, slowest.batch_size),
             kept=tuple(kept),
             row_bytes=max(lengths, default=0),
+            trace=self.trace,
         )
 
 
@@ -124,6 +130,7 @@ class Requests:
     Attributes:
         has_begun: whether there has been a request.
         pending: by the id of each sample that has no outcome.
+        traced: the traced requests that have no outcome.
     """
 
     def __init__(
@@ -142,6 +149,7 @@ class Requests:
         self._ids = count()
         self.has_begun = False
         self.pending: dict[int, PendingRequest] = {}
+        self.traced: set[PendingRequest] = set()
         self._idle = asyncio.Event()
 
     async def wait_idle(self) -> None:
@@ -158,6 +166,8 @@ class Requests:
     def begin(self, pending: PendingRequest, rows: int) -> None:
         """Compute a request of this many samples."""
         self.has_begun = True
+        if pending.trace is not None:
+            self.traced.add(pending)
         self._submit_samples(pending, range(rows))
 
     def cancel(self, pending: PendingRequest) -> None:
@@ -179,9 +189,22 @@ class Requests:
         found = ((self.pending.get(request), request) for request in requests)
         return [None if pending is None else (pending.input, pending.open[request]) for pending, request in found]
 
+    def request_ids(self, requests: Sequence[int]) -> str:
+        """The ids of the requests of these samples that have no outcome, separated by commas."""
+        found = filter(None, map(self.pending.get, requests))
+        return ",".join(dict.fromkeys(pending.request_id for pending in found))
+
     def are_relayed(self, requests: Sequence[int]) -> bool:
         """Whether all tensors of these samples, which have equal keys, pass this leader."""
         return any(pending.relay for pending in filter(None, map(self.pending.get, requests)))
+
+    def trace(self, sent: SentBatch, kind: str, worker: str) -> None:
+        """Add a batch that is about to be sent to the traces of its requests."""
+        rows = len(sent.requests)
+        sent.attempt = StageAttempt(sent.batch, sent.stage, rows, kind, sent.replica, worker, sent.sent_s)
+        for pending in {self.pending.get(request) for request in sent.requests}:
+            if pending is not None and pending.trace is not None:
+                pending.trace.attempts.append(sent.attempt)
 
     def lose_input(self, requests: Sequence[int], why: str) -> None:
         """End the requests of these samples with `RowsLostError`: their frontends send them again, relayed."""
@@ -226,7 +249,8 @@ class Requests:
     def reject(self, action: Reject) -> None:
         """End a request with the scheduler's reason."""
         if (pending := self.pending.get(action.request)) is not None:
-            logger.debug("request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
+            level = logging.DEBUG if action.reason in _FREQUENT else logging.INFO
+            logger.log(level, "request_id=%s rejected reason=%s %s", pending.request_id, action.reason, action.detail)
             self._close(action.request)
             error = RequestRejected.for_reason(action.reason, action.detail, retry_after_s=action.retry_after_s)
             self._end(pending, error)
@@ -258,11 +282,14 @@ class Requests:
     def _end(self, pending: PendingRequest, outcome: Outcome) -> None:
         if not pending.ended:
             pending.ended = True
+            if isinstance(outcome, RequestRejected):
+                outcome.trace = pending.trace
             pending.on_outcome(outcome)
         self._withdraw(pending)
 
     def _withdraw(self, pending: PendingRequest) -> None:
         """Cancel the samples without an outcome."""
+        self.traced.discard(pending)
         for request in tuple(pending.open):
             self._close(request)
             self._submit(RequestCancelled(request))

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from multiworld_serving.common.service.predictor import StageAttempt
 from multiworld_serving.common.service.snapshots import ReplicaState
 from multiworld_serving.common.wire.join import JoinRequest
 from multiworld_serving.server.leader.scheduling.events import ReplicaId
@@ -102,6 +103,8 @@ class SentBatch:
 
     Attributes:
         requests: the scheduler's id of each row.
+        request_ids: the ids of its requests, separated by commas, for the log.
+        attempt: for traces; None = none of its requests is traced.
     """
 
     batch: int
@@ -110,6 +113,14 @@ class SentBatch:
     requests: tuple[int, ...]
     replica: ReplicaId
     sent_s: float
+    request_ids: str = ""
+    attempt: StageAttempt | None = None
+
+    def end(self, error: str = "", compute_s: float = 0.0, transfer_s: float = 0.0) -> None:
+        """The result has come, or the worker was lost."""
+        if (attempt := self.attempt) is not None:
+            attempt.ended_s, attempt.error = time.monotonic(), error
+            attempt.compute_s, attempt.transfer_s = compute_s, transfer_s
 
 
 class SelfTestError(Exception):

@@ -147,8 +147,9 @@ class WorkerLink:
         assert self._link is not None, "the worker has joined"
         relayed = b"" if inputs.relayed is None else rows_payload(inputs.relayed)
         self._release()  # in the same transfer
+        body = Batch(sent.stage, sent.version, inputs, sent.request_ids)
         with suppress(LinkLostError):
-            self._link.ask(Batch(sent.stage, sent.version, inputs), relayed, partial(self._returned, sent, inputs.keep))
+            self._link.ask(body, relayed, partial(self._returned, sent, inputs.keep))
 
     def release(self, output: int) -> None:
         """The kept output with this id is not needed any more. The worker is told with the next batch, or a little later."""
@@ -251,6 +252,7 @@ class WorkerLink:
     def _returned(self, sent: SentBatch, keep: bool, found: Received | LinkLostError) -> None:
         """Take the reply to a batch. Raises WireError if it is not one."""
         if isinstance(found, LinkLostError):
+            sent.end(f"the worker was lost: {found}")
             return  # the end of the link is reported to `on_state`
         outcome, output = found.body, None
         if isinstance(outcome, Computed):

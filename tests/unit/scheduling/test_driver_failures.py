@@ -15,7 +15,7 @@ from torch import Tensor
 from multiworld_serving.common.service.errors import RequestRejected, StageError
 from multiworld_serving.common.service.predictor import Prediction
 from multiworld_serving.common.wire.inputs import BatchInputs
-from multiworld_serving.common.wire.work import Computed
+from multiworld_serving.common.wire.work import Computed, Failed
 from multiworld_serving.server.leader.replicas.worker import SentBatch, SlotId
 from multiworld_serving.server.leader.replicas.worker_link import WorkerLink
 from multiworld_serving.server.leader.scheduling.actions import Reject
@@ -80,6 +80,27 @@ async def test_requests_are_answered_when_their_batch_could_not_be_stacked(
     answers = await bench.work(bench.ask(3))
     assert_right(answers)
     assert [answer.batch_size for answer in answers if isinstance(answer, Prediction)] == [1, 1, 1]
+
+
+async def test_log_names_the_requests_of_a_batch_that_is_retried_isolated_and_rejected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench(replicas=2)
+    asked = bench.ask_rows(2), *bench.ask(1)
+    outcomes = asyncio.gather(*asked, return_exceptions=True)
+    while not outcomes.done():
+        for line in bench.lines:
+            while not line.sent.empty():
+                sent, _ = line.sent.get_nowait()
+                bench.report(line, sent, Failed("it raised"))
+        await asyncio.sleep(0.001)
+    assert all(isinstance(each, StageError) for each in await outcomes)
+    told = [line.getMessage() for line in caplog.records if "request_id=" in line.getMessage()]
+    for what, who in (("failed: it raised", "r,0"), ("retried", "r,0"), ("isolated", "r"), ("isolated", "0")):
+        assert any(what in line and f"request_id={who} " in f"{line} " for line in told), (what, who, told)
+    for who in ("r", "0"):
+        assert [f"request_id={who} rejected reason=stage_error" in line for line in told].count(True) == 1
 
 
 async def test_requests_get_an_error_when_their_answer_cannot_be_built() -> None:

@@ -48,7 +48,9 @@ class ColourPredictor(LeaderPool):
     keys: list[str] = field(default_factory=list)
     cancelled: int = 0
 
-    async def predict(self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "") -> Prediction:
+    async def predict(
+        self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "", traced: bool = False
+    ) -> Prediction:
         assert self.answer or (rows.dtype, rows.shape[1:], key) == (torch.uint8, (3, SIDE, SIDE), "")
         self.deadlines_s.append(deadline_s)
         self.request_ids.append(request_id)

@@ -10,7 +10,7 @@ from multiworld_serving.common.config.keys import KeySet
 from multiworld_serving.common.service import errors
 from multiworld_serving.server.frontend.auth.authorizer import ApiKeys, Authorizer
 from multiworld_serving.server.frontend.observability import request_records
-from multiworld_serving.server.frontend.observability.request_records import MAX_ERRORS_PER_S
+from multiworld_serving.server.frontend.observability.request_records import MAX_LOGGED_PER_S
 from tests.unit.server.frontend_app import MODEL, ColourPredictor, RunningFrontend, image_bytes, running_frontend
 
 
@@ -42,27 +42,28 @@ async def test_every_request_has_one_line_with_its_outcome(caplog: pytest.LogCap
     assert (refused["status"], refused["reason"]) == (401, "unauthenticated")
 
 
-async def test_request_id_of_an_error_is_logged_without_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_and_repeated_requests_are_logged_without_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     async with running_frontend(ColourPredictor(failure=errors.StageError("of the test"))) as frontend:
         failed = await frontend.client.post("/predict", files={"image": image_bytes()})
         invalid = await frontend.client.post("/predict", files={"image": b"no image"})
         frontend.predictor.failure = None
-        await frontend.assert_serves()
+        repeated = await frontend.client.post("/predict", files={"image": image_bytes()})
         await frontend.client.get("/nowhere")
     found = [(vars(line)["request_id"], line.levelname, vars(line)["status"]) for line in lines(caplog)]
-    ids = failed.json()["request_id"], invalid.json()["request_id"]
-    assert found == [(ids[0], "WARNING", 500), (ids[1], "INFO", 422)]
+    ids = failed.json()["request_id"], invalid.json()["request_id"], repeated.json()["id"]
+    assert found == [(ids[0], "WARNING", 500), (ids[1], "INFO", 422), (ids[2], "INFO", 200)]
+    assert vars(lines(caplog)[-1])["attempts"] == 2
 
 
-async def test_lines_about_errors_are_bounded(
+async def test_lines_about_failed_requests_are_bounded(
     frontend: RunningFrontend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = [1.0]
     monkeypatch.setattr(request_records, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
-    for _ in range(MAX_ERRORS_PER_S + 3):
+    for _ in range(MAX_LOGGED_PER_S + 3):
         await frontend.client.post("/predict")
-    assert len(lines(caplog)) == MAX_ERRORS_PER_S
+    assert len(lines(caplog)) == MAX_LOGGED_PER_S
     seconds[0] = 2.0
     await frontend.client.post("/predict")
-    assert len(lines(caplog)) == MAX_ERRORS_PER_S + 2
+    assert len(lines(caplog)) == MAX_LOGGED_PER_S + 2
     assert lines(caplog)[-2].getMessage().endswith("left_out=3")
