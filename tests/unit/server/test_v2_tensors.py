@@ -12,7 +12,7 @@ from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.server.frontend.api.inference import OutputOptions
 from multiworld_serving.server.frontend.api.oip.infer_response import build_response
 from multiworld_serving.server.frontend.api.oip.metadata import Signature
-from multiworld_serving.server.frontend.api.oip.tensors import BINARY_ONLY, DATATYPES
+from multiworld_serving.server.frontend.api.oip.tensors import DATATYPES
 from tests.unit.server.frontend_app import ColourPredictor, RunningFrontend, image_bytes, running_frontend
 from tests.unit.server.text_model import INFER, TEXT, binary, binary_outputs, tensors, text_predictor
 from tests.unit.server.v2_requests import binary_tensor, elements, request
@@ -97,14 +97,13 @@ CLASSES = SUMS | {"parameters": {"classification": 1}}
 RAW = {"content": bytes(48), "headers": {"Inference-Header-Content-Length": "0"}}
 TWOS = binary([GIVEN[0], ("mask", "BOOL", MASK.to(torch.uint8) * 2)], outputs=[SUMS])
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another datatype": (_wrong(0, datatype="INT32"), "'ids' has datatype 'INT32'; the model takes INT64"),
+    "another datatype": (_wrong(0, datatype="FP32"), "'ids' has datatype 'FP32'; the model takes INT64"),
     "another rank": (_wrong(0, shape=[6], data=[0] * 6), "'ids' has shape [6]; expected [N, tokens]"),
     "too long": (asked(tensors([[0] * 7]), SUMS), "the length 7 in the dimension 'tokens'; expected 2 to 6"),
     "other lengths": (asked([SHORT, tensors([[1, 2, 3]])[1]], SUMS), "do not fit together: the dimension 'tokens'"),
     "other rows": (asked([SHORT, tensors([[1, 2], [1, 2]])[1]], SUMS), "different numbers of rows"),
     "numbers for BOOL": (_wrong(1, data=[1] * 6), "true or false for BOOL, and has int"),
     "BOOL of 2": (TWOS, "bytes other than 0 and 1"),
-    "BF16 as JSON": (asked(tensors(IDS.tolist())), "'halves' is BF16, which JSON cannot express"),
     "classes without labels": (asked(tensors(IDS.tolist()), CLASSES), "needs labels"),
     "raw": (RAW, "inputs are 'ids', 'mask': describe them in JSON"),
 }
@@ -140,12 +139,31 @@ async def test_every_element_type_is_read_and_written(dtype: str) -> None:
         raw = values[:1].view(torch.uint8).numpy().tobytes()
         answer = await frontend.client.post(path, content=raw, headers={"Inference-Header-Content-Length": "0"})
         assert binary_outputs(answer)["x"] == raw
-        outputs = [{"name": "x", "parameters": {"binary_data": datatype in BINARY_ONLY}}]
-        response = await frontend.client.post(path, json={"inputs": [given], "outputs": outputs})
-    if datatype in BINARY_ONLY:
-        assert "which JSON cannot express; send its data after the JSON" in response.json()["error"]
-    else:
-        assert response.json()["outputs"][0]["data"] == values.flatten().tolist()
+        response = await frontend.client.post(path, json={"inputs": [given]})
+    assert response.json()["outputs"][0] == given | {"data": values.flatten().tolist()}
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float16", 65504.0), ("bfloat16", 3.3895313892515355e38)])
+async def test_json_values_of_half_precision_are_rounded_and_refused_out_of_range(dtype: str, most: float) -> None:
+    spec = TensorSpec("x", dtype, ("batch", 2))
+    model = ServedModel("echo", "v1", (spec,), (spec,))
+    echo = ColourPredictor(answer=lambda rows: Prediction(rows, "echo", "v1", 0, 0, 0, 1, ("w",)))
+    given = {"name": "x", "datatype": DATATYPES[dtype], "shape": [1, 2]}
+    async with running_frontend(echo, model) as frontend:
+        rounded = await frontend.client.post("/v2/models/echo/infer", json={"inputs": [given | {"data": [0.1, most]}]})
+        refused = await frontend.client.post(
+            "/v2/models/echo/infer", json={"inputs": [given | {"data": [0, most * 1.01]}]}
+        )
+    expected = torch.tensor([0.1, most]).to(getattr(torch, dtype)).tolist()
+    assert rounded.json()["outputs"][0]["data"] == expected
+    assert f"has values outside the range of {DATATYPES[dtype]}" in refused.json()["error"]
+
+
+async def test_int32_is_accepted_for_int64(frontend: RunningFrontend) -> None:
+    sent = binary([("ids", "INT32", IDS.to(torch.int32)), GIVEN[1]], outputs=[SUMS])
+    for arguments, sums in ((_wrong(0, datatype="INT32"), [6.0, 609.0]), (sent, [3.0, 605.0])):
+        answer = await frontend.client.post(INFER, **arguments)
+        assert answer.json()["outputs"][0]["data"] == sums
 
 
 @pytest.mark.parametrize("rejected", [False, True])

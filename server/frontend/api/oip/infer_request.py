@@ -20,7 +20,6 @@ from multiworld_serving.server.frontend.api.oip.image_input import image_input
 from multiworld_serving.server.frontend.api.oip.metadata import Signature
 from multiworld_serving.server.frontend.api.oip.objects import object_inputs
 from multiworld_serving.server.frontend.api.oip.tensors import (
-    BINARY_ONLY,
     DATATYPES,
     InputTensor,
     abbreviated,
@@ -236,17 +235,10 @@ def _outputs(wanted: Sequence[RequestedOutput] | None, binary: bool, signature: 
 
 
 def _output_options(output: RequestedOutput, index: int, binary: bool, signature: Signature) -> OutputOptions:
-    datatype = DATATYPES[signature.model.outputs[index].dtype]
     parameters = output.parameters or OutputParameters()
     if parameters.shared_memory_region is not None:
         raise InferenceRequestError("shared memory is not supported; read the data from the response")
     if parameters.classification and not signature.model.labels:
         raise InferenceRequestError("`classification` needs labels, which this model does not have; omit it")
     classes = min(parameters.classification, len(signature.model.labels))
-    found = OutputOptions(index, classes, binary if parameters.binary_data is None else parameters.binary_data)
-    if datatype in BINARY_ONLY and not found.binary:
-        raise InferenceRequestError(
-            f"the output {output.name!r} is {datatype}, which JSON cannot express; ask for binary data with "
-            "`binary_data` in its `parameters`, or `binary_data_output` in those of the request"
-        )
-    return found
+    return OutputOptions(index, classes, binary if parameters.binary_data is None else parameters.binary_data)

@@ -33,8 +33,6 @@ DATATYPES = {
     "float64": "FP64",
 }
 """The protocol's names of element types."""
-BINARY_ONLY = frozenset({"FP16", "BF16"})
-"""JSON has no values of these types."""
 _DTYPES = {datatype: getattr(torch, name) for name, datatype in DATATYPES.items()}
 _TYPECODES = {"UINT8": "B", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "FP32": "f", "FP64": "d"}
 
@@ -92,7 +90,7 @@ def input_tensor(
         InferenceRequestError: the input is invalid for this model.
     """
     expected, shape = DATATYPES[spec.dtype], tensor.shape
-    if tensor.datatype != expected:
+    if tensor.datatype != expected and (tensor.datatype, expected) != ("INT32", "INT64"):
         raise InferenceRequestError(
             f"the input {spec.name!r} has datatype {abbreviated(tensor.datatype)}; the model takes {expected}"
         )
@@ -110,7 +108,7 @@ def input_tensor(
             raise InferenceRequestError(
                 f"the input {spec.name!r} has the length {abbreviated(length)} in the dimension {dim!r}; expected {least} to {most}"
             )
-    return tensor_values(tensor)
+    return tensor_values(tensor).to(_DTYPES[expected])
 
 
 def tensor_values(tensor: InputTensor) -> Tensor:
@@ -145,10 +143,6 @@ def json_data(tensor: InputTensor) -> list[Any]:
 
 def _from_json(name: str, datatype: str, shape: list[int], values: list[Any]) -> Tensor:
     """A tensor of as many values as its shape needs. Raises InferenceRequestError for values of another type."""
-    if datatype in BINARY_ONLY:
-        raise InferenceRequestError(
-            f"the input {name!r} is {datatype}, which JSON cannot express; send its data after the JSON, with `binary_data_size`"
-        )
     kinds = set(map(type, values))
     integers = "INT" in datatype
     allowed: set[type] = {bool} if datatype == "BOOL" else {int} if integers else {int, float}
@@ -157,12 +151,18 @@ def _from_json(name: str, datatype: str, shape: list[int], values: list[Any]) ->
         what = "true or false" if datatype == "BOOL" else "whole numbers" if integers else "numbers"
         raise InferenceRequestError(f"the `data` of input {name!r} must be {what} for {datatype}, and has {found}")
     try:
-        data = bytearray(values) if datatype == "BOOL" else array(_TYPECODES[datatype], values)
+        if datatype not in ("FP16", "BF16"):
+            data = bytearray(values) if datatype == "BOOL" else array(_TYPECODES[datatype], values)
+            return _tensor(datatype, shape, data)
+        exact = _tensor("FP64", shape, array("d", values))
+        rounded = exact.to(_DTYPES[datatype])
+        if not rounded.isinf().equal(exact.isinf()):
+            raise OverflowError
+        return rounded
     except OverflowError as error:
         limits = torch.iinfo(_DTYPES[datatype]) if integers else None
         range_ = f"{limits.min} to {limits.max}" if limits else f"the range of {datatype}"
         raise InferenceRequestError(f"the input {name!r} of {datatype} has values outside {range_}") from error
-    return _tensor(datatype, shape, data)
 
 
 def _from_binary(name: str, datatype: str, shape: list[int], data: memoryview) -> Tensor:

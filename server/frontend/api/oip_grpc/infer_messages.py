@@ -18,7 +18,7 @@ from multiworld_serving.server.frontend.api.inference import InferRequest
 from multiworld_serving.server.frontend.api.oip.infer_request import MAX_FIELDS, MAX_VALUES, infer_request
 from multiworld_serving.server.frontend.api.oip.infer_response import encoded_outputs
 from multiworld_serving.server.frontend.api.oip.metadata import Signature
-from multiworld_serving.server.frontend.api.oip.tensors import BINARY_ONLY, abbreviated
+from multiworld_serving.server.frontend.api.oip.tensors import abbreviated
 
 SERVICE = "inference.GRPCInferenceService"
 
@@ -174,7 +174,7 @@ def _data(tensor: Any, raw: bytes | None) -> list[Any] | memoryview | None:
                 f"the input {name} has both `contents` and `raw_input_contents`; give one of them"
             )
         return memoryview(raw)
-    if "shared_memory_region" in tensor.parameters or (expected is None and datatype not in BINARY_ONLY):
+    if "shared_memory_region" in tensor.parameters or (expected is None and datatype not in ("FP16", "BF16")):
         return None
     if fields != [expected] and (fields or 0 not in tensor.shape):
         raise InferenceRequestError(
