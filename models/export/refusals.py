@@ -51,27 +51,35 @@ _ALTERNATIVES = {
 
 
 @contextmanager
-def recording_fixed_lengths() -> Iterator[list[str]]:
+def recording_fixed_lengths() -> Iterator[tuple[list[str], list[str]]]:
     """The lines of the model, such as " (File …)", at which torch.export finds out that a variable length is fixed.
 
-    Its error does not name them. It calls this function of torch for each.
+    The second list has the lines at which it finds an equation that only some lengths satisfy, a "generated guard". Its error does not
+    name them. It calls these functions of torch for each.
     """
     lines: list[str] = []
-    replace = ShapeEnv._set_replacement
+    equations: list[str] = []
+    replace, log = ShapeEnv._set_replacement, ShapeEnv._log_guard
 
     def record(self: ShapeEnv, symbol: Any, value: Any, *rest: Any) -> None:
         if value.is_number:
             lines.append(_line_in(traceback.extract_stack()[:-1]))
         replace(self, symbol, value, *rest)
 
+    def record_equation(self: ShapeEnv, prefix: str, guard: Any, forcing_spec: bool) -> None:
+        if getattr(guard, "rel_op", "") == "==" and not guard.lhs.is_symbol:
+            equations.append(_line_in(traceback.extract_stack()[:-1]))
+        log(self, prefix, guard, forcing_spec)
+
     ShapeEnv._set_replacement = record  # type: ignore[assignment, method-assign]
+    ShapeEnv._log_guard = record_equation  # type: ignore[assignment, method-assign]
     try:
-        yield lines
+        yield lines, equations
     finally:
-        ShapeEnv._set_replacement = replace  # type: ignore[method-assign]
+        ShapeEnv._set_replacement, ShapeEnv._log_guard = replace, log  # type: ignore[method-assign]
 
 
-def why(error: Exception, fixed: Sequence[str] = ()) -> str:
+def why(error: Exception, fixed: tuple[Sequence[str], Sequence[str]] = ((), ())) -> str:
     """What torch.export refuses, with the line of the model.
 
     Args:
@@ -82,14 +90,15 @@ def why(error: Exception, fixed: Sequence[str] = ()) -> str:
         return (
             f"the model cannot be exported: a branch, a loop or a size depends on values{where}; {_VALUES}; {IN_PYTHON}"
         )
-    where = where or next(filter(None, reversed(fixed)), "")
+    lines, equations = fixed
+    where = where or next(filter(None, equations if "generated guard" in text else reversed(lines)), "")
     if found := re.search(r"You marked (\S+) as .* a constant \((\d+)\)", text):
         advice = _ROWS if found[1] == BATCH else _LENGTH
         return f"the model cannot be exported: the dimension {found[1]!r} is always {found[2]}{where}; {advice}"
     if f"Constraints violated ({BATCH})" in text:
         return f"the model is right for some batch sizes only{where}; {_ROWS}, and no split of dimension 0"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    explanation = f"{type(error).__name__}: {' '.join(lines[:2])[:400]}"
+    explained = [line.strip() for line in text.splitlines() if line.strip()]
+    explanation = f"{type(error).__name__}: {' '.join(explained[:2])[:400]}"
     return f"the model cannot be exported: {explanation}{where}{advice_for(text)}; {IN_PYTHON}"
 
 

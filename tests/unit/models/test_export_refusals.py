@@ -84,7 +84,7 @@ REFUSED: list[tuple[Callable[[Tensor], Any], str, str, Callable[[Tensor], Any]]]
     (branching, "", "or write it as a stage in Python (docs/models.md)", with_where),
     (padded, "pad_packed_sequence(", "take sizes from shapes or constants", lambda x: x[..., None]),
     (lambda x: x * x.max().item(), "function(x)", "takes a number from a tensor", lambda x: x * x.amax(1, True)),
-    (halved, "", "the model is right for some batch sizes only; write x.shape[0]", lambda x: x[:, :2] + x[:, 2:]),
+    (halved, "torch.cat([x, x]).chunk(2)", "and no split of dimension 0", lambda x: x[:, :2] + x[:, 2:]),
     (sized, "int(x.abs().max())", "take sizes from shapes or constants", lambda x: x[:, : x.shape[1] // 2]),
     (added_to_constant, "torch.ones(2, 4)", "is always 2 (File", added_to_rows),
     (reshaped, "x.view(len(x), 2, 2)", "write x.shape[0] for the number of rows", lambda x: x.view(x.shape[0], 2, 2)),
