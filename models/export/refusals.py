@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,14 @@ _ALTERNATIVES = {
 
 
 @contextmanager
-def recording_fixed_lengths() -> Iterator[tuple[list[str], list[str]]]:
+def recording_fixed_lengths() -> Iterator[tuple[list[str], dict[str, str]]]:
     """The lines of the model, such as " (File …)", at which torch.export finds out that a variable length is fixed.
 
-    The second list has the lines at which it finds an equation that only some lengths satisfy, a "generated guard". Its error does not
-    name them. It calls these functions of torch for each.
+    The dict has the lines at which it relies on an equation that it cannot prove for all lengths, a "generated guard", by the right side
+    of the equation. Its error does not name the lines. It calls these functions of torch for each.
     """
     lines: list[str] = []
-    equations: list[str] = []
+    equations: dict[str, str] = {}
     replace, log = ShapeEnv._set_replacement, ShapeEnv._log_guard
 
     def record(self: ShapeEnv, symbol: Any, value: Any, *rest: Any) -> None:
@@ -67,8 +67,8 @@ def recording_fixed_lengths() -> Iterator[tuple[list[str], list[str]]]:
         replace(self, symbol, value, *rest)
 
     def record_equation(self: ShapeEnv, prefix: str, guard: Any, forcing_spec: bool) -> None:
-        if getattr(guard, "rel_op", "") == "==" and not guard.lhs.is_symbol:
-            equations.append(_line_in(traceback.extract_stack()[:-1]))
+        if getattr(guard, "rel_op", "") == "==":
+            equations.setdefault(str(guard.rhs), _line_in(traceback.extract_stack()[:-1]))
         log(self, prefix, guard, forcing_spec)
 
     ShapeEnv._set_replacement = record  # type: ignore[assignment, method-assign]
@@ -79,7 +79,7 @@ def recording_fixed_lengths() -> Iterator[tuple[list[str], list[str]]]:
         ShapeEnv._set_replacement, ShapeEnv._log_guard = replace, log  # type: ignore[method-assign]
 
 
-def why(error: Exception, fixed: tuple[Sequence[str], Sequence[str]] = ((), ())) -> str:
+def why(error: Exception, fixed: tuple[Sequence[str], Mapping[str, str]]) -> str:
     """What torch.export refuses, with the line of the model.
 
     Args:
@@ -91,12 +91,15 @@ def why(error: Exception, fixed: tuple[Sequence[str], Sequence[str]] = ((), ()))
             f"the model cannot be exported: a branch, a loop or a size depends on values{where}; {_VALUES}; {IN_PYTHON}"
         )
     lines, equations = fixed
-    where = where or next(filter(None, equations if "generated guard" in text else reversed(lines)), "")
+    if guard := re.search(r"generated guard .* == (\w+)", text):
+        where = where or equations.get(guard[1], "")
+    else:
+        where = where or next(filter(None, reversed(lines)), "")
     if found := re.search(r"You marked (\S+) as .* a constant \((\d+)\)", text):
         advice = _ROWS if found[1] == BATCH else _LENGTH
         return f"the model cannot be exported: the dimension {found[1]!r} is always {found[2]}{where}; {advice}"
     if f"Constraints violated ({BATCH})" in text:
-        return f"the model is right for some batch sizes only{where}; {_ROWS}, and no split of dimension 0"
+        return f"torch cannot prove that the model is right for every batch size{where}; {_ROWS}, and no split of dimension 0"
     explained = [line.strip() for line in text.splitlines() if line.strip()]
     explanation = f"{type(error).__name__}: {' '.join(explained[:2])[:400]}"
     return f"the model cannot be exported: {explanation}{where}{advice_for(text)}; {IN_PYTHON}"
