@@ -7,6 +7,7 @@
     ├── NotReadyError               not_ready        retry: the pipeline has not been ready yet
     ├── DrainingError               draining         retry elsewhere: this leader is stopping
     ├── PoisonError                 poison           do not retry: this request broke every world it was sent to
+    ├── SessionLostError            session_lost     begin a new session: the replicas that kept it are gone
     ├── StageError                  stage_error      a stage raised an exception on this request
     ├── WithdrawnError              cancelled        the client went away
     └── InvalidRequestError         invalid_request  do not retry without a change of the request
@@ -97,6 +98,10 @@ class DrainingError(RequestRejected, reason="draining", status=503, retry_after_
 
 class PoisonError(RequestRejected, reason="poison", status=500):
     """The request, alone in its batch, broke `max_attempts` worlds."""
+
+
+class SessionLostError(RequestRejected, reason="session_lost", status=503, retry_after_s=0.0):
+    """The replicas that kept the session of the request are gone, or it may be incomplete."""
 
 
 class StageError(RequestRejected, reason="stage_error", status=500):

@@ -22,6 +22,7 @@ from multiworld_serving.common.service.snapshots import PipelineSnapshot
 from multiworld_serving.common.wire.inputs import RowsLost
 from multiworld_serving.common.wire.protocol import Body, Failure, Protocol, rows_of_payload
 from multiworld_serving.models.bundle.rows import RowFormat
+from multiworld_serving.models.bundle.stage import MAX_STAGES
 from multiworld_serving.models.errors import BundleError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Predict(Body, frozen=True):
         rows: number of samples.
         tensor: id of the input that the frontend keeps, [rows, …]; None: the input is the payload.
         row_bytes: length of a row of the input, if lengths vary; otherwise 0.
+        route: the replicas that keep its session; see `RequestArrived`. Empty: any replicas.
         relay: all tensors of the request pass the leader: the input is the payload, and the output that of the reply.
         traced: the reply contains a `trace`.
     """
@@ -54,6 +56,7 @@ class Predict(Body, frozen=True):
     row_bytes: Annotated[int, Meta(ge=0, lt=_MAX_ROW)] = 0
     relay: bool = False
     traced: bool = False
+    route: Annotated[tuple[str, ...], Meta(max_length=MAX_STAGES)] = ()
 
 
 class Rejection(Failure, frozen=True):

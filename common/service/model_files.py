@@ -66,7 +66,9 @@ def pipeline_source(settings: LeaderSettings) -> PipelineSource | None:
 def with_description(settings: S, description: PipelineDescription) -> S:
     """The settings of a pipeline in Python. Raises StageSpecError for settings of stages that it does not have."""
     found = expanded(description, settings.stage_settings)
-    replicas = [each.replicas or settings.replicas for each in found.stages for _ in range(each.stages)]
+    replicas = [
+        each.replicas or settings.replicas for each in found.stages for _ in range(each.stages or settings.stages)
+    ]
     if settings.weights not in _DEFAULT_WEIGHTS or settings.image_size is not None:
         raise StageSpecError("--weights and --image-size are not for pipelines in Python: load the weights in `setup`")
     pipeline = msgspec.json.encode(found).decode()

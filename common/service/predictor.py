@@ -172,6 +172,8 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
     """See `ModelVersion.digest`."""
     kept: tuple[Source, ...] = ()
     """Rows of the output that workers keep, with the samples that they answer. The leader sends them, and the frontend fetches the rows."""
+    route: tuple[str, ...] = ()
+    """The replica that computed each stage; see `Predict.route`."""
     row_bytes: int = 0
     """Length of these rows if the lengths of outputs vary; otherwise 0."""
     trace: Trace | None = None

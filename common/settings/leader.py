@@ -49,7 +49,7 @@ class LeaderSettings(ServiceSettings):
 
     model: str = setting("resnet50", "Model")
     """Model to serve: the path of a bundle that `multiworld export` wrote; a pipeline of stages in Python, as FILE.py:LIST or
-    MODULE:LIST; or a model of torchvision for images such as resnet50, which is exported into ~/.cache/multiworld/bundles at the first
+    MODULE:LIST; generate:FOLDER with a decoder of transformers; or a model of torchvision for images such as resnet50, which is exported into ~/.cache/multiworld/bundles at the first
     start. NAME=SOURCE serves it by another name."""
     weights: str = setting("DEFAULT", "Model")
     """Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto (DEFAULT if
@@ -77,6 +77,8 @@ class LeaderSettings(ServiceSettings):
     Ampere."""
     edge_dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "Pipeline")
     """dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values."""
+    session_tokens: int = setting(65_536, "Pipeline", ge=16, le=1 << 30)
+    """Tokens of all sequences that one worker generates at the same time, prompts included: the bound of the memory for keys and values."""
     join_host: str = setting("127.0.0.1", "Network")
     """Address at which workers join: a private network, never a public one."""
     advertise_host: str | None = setting(

@@ -25,11 +25,13 @@ import msgspec
 from msgspec import Struct
 
 from multiworld_serving.models.errors import StageSpecError
+from multiworld_serving.models.generate.folder import digest_of
 from multiworld_serving.models.stages.api import Bundle, Stage
 
 _DESCRIBE_S = 300.0
 """Longest time for importing a pipeline."""
 _POLL_S = 0.02
+_DECODER = "generate"
 _MAX_STAGES = 64
 
 
@@ -64,6 +66,7 @@ class PipelineDescription(Struct, frozen=True):
         digest: of the file, or of all files of the package, SHA-256.
         path: of its own route; empty if it has none.
         request_schema: the JSON Schema of bodies; None: any body.
+        decoder: the folder of a decoder, which generates text; empty for others. Its only element has as many stages as the service says.
     """
 
     name: str
@@ -71,10 +74,11 @@ class PipelineDescription(Struct, frozen=True):
     stages: tuple[PipelineStage, ...]
     path: str = ""
     request_schema: dict[str, Any] | None = None
+    decoder: str = ""
 
 
 class PipelineSource(NamedTuple):
-    """The place of a pipeline: FILE.py:LIST or MODULE:LIST.
+    """The place of a pipeline: FILE.py:LIST or MODULE:LIST; or of a decoder: generate:FOLDER.
 
     Attributes:
         where: the path of the file, or the name of the module.
@@ -87,6 +91,8 @@ class PipelineSource(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> PipelineSource | None:
         """The source that a text names; None if it names none."""
+        if text.startswith(f"{_DECODER}:"):
+            return cls(_DECODER, text.removeprefix(f"{_DECODER}:"))
         where, colon, attribute = text.rpartition(":")
         is_place = where.endswith(".py") or (os.sep not in where and all(map(str.isidentifier, where.split("."))))
         return cls(where, attribute) if colon and is_place and attribute.isidentifier() else None
@@ -97,22 +103,35 @@ class PipelineSource(NamedTuple):
         return self.where.endswith(".py")
 
     @property
+    def is_decoder(self) -> bool:
+        """Whether it is a folder with a decoder."""
+        return self.where == _DECODER
+
+    @property
     def name(self) -> str:
         """By which workers know it: without folders."""
+        if self.is_decoder:
+            return f"{_DECODER}:{Path(self.attribute).absolute().name}"
         return f"{Path(self.where).name if self.is_file else self.where}:{self.attribute}"
 
     @property
     def stem(self) -> str:
         """The name of a model that has no other one."""
+        if self.is_decoder:
+            return Path(self.attribute).absolute().name
         return Path(self.where).stem if self.is_file else self.where.rpartition(".")[2]
 
     @property
     def absolute(self) -> str:
         """The source for a process with another working directory."""
+        if self.is_decoder:
+            return f"{_DECODER}:{Path(self.attribute).absolute()}"
         return f"{Path(self.where).absolute() if self.is_file else self.where}:{self.attribute}"
 
     def digest(self) -> str:
         """The SHA-256 hash of the file, or of all Python files of the package. Raises StageSpecError if there is none."""
+        if self.is_decoder:
+            return digest_of(Path(self.attribute))
         files = [Path(self.where)] if self.is_file else self._files()
         found = hashlib.sha256()
         try:
@@ -258,6 +277,9 @@ def describe(source: PipelineSource) -> PipelineDescription:
 
 async def describe_meanwhile(source: PipelineSource) -> PipelineDescription:
     """As `describe`, without blocking the event loop, and without a thread: a supervisor with threads cannot fork."""
+    if source.is_decoder:
+        folder = str(Path(source.attribute).absolute())
+        return PipelineDescription(source.name, source.digest(), (PipelineStage("Decoder", stages=0),), decoder=folder)
     command = [sys.executable, "-P", "-m", __name__, source.absolute]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         with subprocess.Popen(command, stdout=out, stderr=errors) as process:  # noqa: S603, ASYNC220 - this module

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.bundle.stage import BundleStageSpec
 from multiworld_serving.models.errors import BundleError, StageSpecError
+from multiworld_serving.models.generate.decoder import decoder_part
 from multiworld_serving.models.stages.api import InvalidInput, Request, Stage
 from multiworld_serving.models.stages.objects import OBJECT_ROWS, encode, rows_of
 from multiworld_serving.models.stages.pipeline import PipelineSource
@@ -37,6 +39,7 @@ class ObjectStageSpec(Struct, frozen=True, forbid_unknown_fields=True, tag="obje
         device, max_batch_size: see `Stage`.
         bundle: the part of a bundle; None: the stage is a class.
         pad: see `Bundle`.
+        session_tokens: of a decoder; see `Sessions`.
     """
 
     model: str
@@ -51,6 +54,7 @@ class ObjectStageSpec(Struct, frozen=True, forbid_unknown_fields=True, tag="obje
     max_batch_size: int | None = None
     bundle: BundleStageSpec | None = None
     pad: dict[str, float] = {}
+    session_tokens: int = 0
 
     @property
     def input_rows(self) -> RowFormat:
@@ -218,7 +222,10 @@ def load_python_stage(spec: ObjectStageSpec, source: PipelineSource, device: tor
     Raises:
         StageSpecError, StageFailedError: it cannot be imported or set up, or needs another device.
     """
-    kind = source.load().elements[spec.position]
+    if source.is_decoder:
+        kind: Any = decoder_part(Path(source.attribute), spec.index, spec.num_stages, spec.session_tokens)
+    else:
+        kind = source.load().elements[spec.position]
     assert isinstance(kind, type), "the digest is the same, so the list is"
     wanted = torch.device(spec.device or device)
     if wanted.type not in ("cpu", device.type):

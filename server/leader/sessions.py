@@ -253,6 +253,7 @@ class FrontendSession:
                 request.key,
                 relay=request.relay,
                 trace=Trace(time.monotonic(), deadline_s, []) if request.traced else None,
+                route=request.route,
             )
         except Exception as error:  # noqa: BLE001 - reported to the frontend
             self.link.reply_error(number, error)

@@ -128,13 +128,21 @@ class LeaderPool:
         self.open_requests -= 1
 
     async def predict(
-        self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "", traced: bool = False
+        self,
+        rows: Tensor,
+        *,
+        deadline_s: float,
+        request_id: str,
+        key: str = "",
+        traced: bool = False,
+        route: tuple[str, ...] = (),
     ) -> Prediction:
         """Compute the samples of one request with one version.
 
         Args:
             rows: their inputs [N, …] as `ServedModel.input_rows` describes, contiguous, on the CPU.
             key: requests with equal keys can be computed together; see `RowFormat.key`.
+            route: the replicas that keep the session of the request; see `Predict`.
             deadline_s: deadline on the clock of `time.monotonic()`.
             request_id: identifies this request in the log.
             traced: the prediction, or the exception, has a `trace`.
@@ -156,7 +164,7 @@ class LeaderPool:
                     await self._wait_for_leader(deadline_s)
                     continue
                 tensor, left_s = None if sending.relay else number, deadline_s - time.monotonic()
-                message = Predict(request_id, left_s, key, len(rows), tensor, row_bytes, sending.relay, traced)
+                message = Predict(request_id, left_s, key, len(rows), tensor, row_bytes, sending.relay, traced, route)
                 payload = rows_payload(rows) if tensor is None else b""
                 sending.holders += 1
                 try:

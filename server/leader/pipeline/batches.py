@@ -11,7 +11,7 @@ from torch import Tensor
 from multiworld_serving.common.wire.inputs import BatchInputs
 from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.pipeline.inputs import batch_input, relayed_bytes, relayed_inputs
-from multiworld_serving.server.leader.pipeline.requests import Requests
+from multiworld_serving.server.leader.pipeline.requests import Path, Requests
 from multiworld_serving.server.leader.replicas.worker import SentBatch, Worker
 from multiworld_serving.server.leader.replicas.worker_link import KeptOutput, WorkerLink
 from multiworld_serving.server.leader.scheduling.actions import Answer, KeepOutput, SendBatch
@@ -32,7 +32,7 @@ class _Batch:
         relay: workers send their outputs to the leader.
         request_ids: the ids of its requests, separated by commas, for the log.
         compute_s, transfer_s: seconds that the batch has spent so far, summed over its stages.
-        path: names of the worlds that computed the stages so far.
+        path, route: names of the worlds and ids of the replicas that computed the stages so far.
     """
 
     input: BatchInputs | KeptOutput | None
@@ -41,6 +41,7 @@ class _Batch:
     compute_s: float = 0.0
     transfer_s: float = 0.0
     path: tuple[str, ...] = ()
+    route: tuple[ReplicaId, ...] = ()
 
     def replace(self, following: BatchInputs | KeptOutput | None) -> None:
         """Store the input of the next stage, and release the previous one if a worker keeps it."""
@@ -82,13 +83,14 @@ class Batches:
         output = take_output()
         batch.replace(relayed_inputs(output) if isinstance(output, Tensor) else output)
         batch.path += (self._world_of(action.replica),)
+        batch.route += (action.replica,)
 
     def answer(
         self, action: Answer, take_output: Callable[[], Tensor | KeptOutput], current_version: str | None
     ) -> None:
         """The output is that of the last stage."""
         batch = self._batches[action.batch]
-        path = (*batch.path, self._world_of(action.replica))
+        path = Path((*batch.path, self._world_of(action.replica)), (*batch.route, action.replica))
         output, times = take_output(), (batch.compute_s, batch.transfer_s)
         used = self._requests.answer(action, output, times, path, current_version)
         if not used and isinstance(output, KeptOutput):

@@ -26,7 +26,7 @@ from multiworld_serving.server.leader.pipeline.inputs import RequestInput, rows_
 from multiworld_serving.server.leader.replicas.worker import SentBatch
 from multiworld_serving.server.leader.replicas.worker_link import KeptOutput
 from multiworld_serving.server.leader.scheduling.actions import Answer, Reject
-from multiworld_serving.server.leader.scheduling.events import RequestArrived, RequestCancelled
+from multiworld_serving.server.leader.scheduling.events import ReplicaId, RequestArrived, RequestCancelled
 from multiworld_serving.server.leader.versions.version_table import VersionTable
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,13 @@ _FREQUENT = ("overloaded", "deadline", "no_replica", "not_ready")
 """Reasons for which a busy leader rejects thousands of requests per second. Frontends log a part of them."""
 _LOST_AFTER_S = 0.5
 """A request without an outcome this long after its deadline is lost."""
+
+
+class Path(NamedTuple):
+    """The worlds and the replicas that have computed the stages of a batch."""
+
+    worlds: tuple[str, ...]
+    replicas: tuple[ReplicaId, ...]
 
 
 class Part(NamedTuple):
@@ -50,7 +57,7 @@ class Part(NamedTuple):
     compute_s: float
     transfer_s: float
     attempts: int
-    path: tuple[str, ...]
+    path: Path
     batch_size: int
 
 
@@ -66,6 +73,7 @@ class PendingRequest:
         key: requests with equal keys can be computed together.
         relay: all tensors of the request pass this leader. It shares batches only with other relayed requests, so that none of them has
             an input that a worker must fetch.
+        route: the replicas that keep its session.
         open: the samples without an outcome, by their ids at the scheduler.
         trace: None = it is not traced.
     """
@@ -76,6 +84,7 @@ class PendingRequest:
     deadline_s: float
     key: str = ""
     relay: bool = False
+    route: tuple[ReplicaId, ...] = ()
     arrived_s: float = field(default_factory=time.monotonic)
     ended: bool = False
     open: dict[int, int] = field(default_factory=dict)
@@ -113,7 +122,8 @@ class PendingRequest:
             compute_s=slowest.compute_s,
             transfer_s=slowest.transfer_s,
             attempts=max(last.attempts, slowest.attempts),
-            path=last.path,
+            path=last.path.worlds,
+            route=last.path.replicas,
             batch_size=max(last.batch_size, slowest.batch_size),
             kept=tuple(kept),
             row_bytes=max(lengths, default=0),
@@ -216,7 +226,7 @@ class Requests:
         action: Answer,
         output: Tensor | KeptOutput,
         times: tuple[float, float],
-        path: tuple[str, ...],
+        path: Path,
         current_version: str | None,
     ) -> bool:
         """Add the output to the requests of its rows, and end those without an open sample.
@@ -267,7 +277,7 @@ class Requests:
             pending.open[request] = at
             self.pending[request] = pending
         key = f"relay {pending.key}" if pending.relay else pending.key
-        self._arrive(RequestArrived(ids[0], pending.deadline_s, key, len(ids)))
+        self._arrive(RequestArrived(ids[0], pending.deadline_s, key, len(ids), pending.route))
 
     def _finish(self, pending: PendingRequest, current: str | None) -> None:
         """All samples are computed: answer, or compute those of a former version again."""

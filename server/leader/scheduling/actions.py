@@ -11,7 +11,7 @@ SendKind: TypeAlias = Literal["first", "reroute", "retry", "hedge"]
 """first: new at this stage; reroute: the replica was lost; retry: the stage raised; hedge: a second attempt of a late batch."""
 
 Reason: TypeAlias = Literal[
-    "overloaded", "deadline", "no_replica", "not_ready", "poison", "stage_error", "invalid_input"
+    "overloaded", "deadline", "no_replica", "not_ready", "poison", "stage_error", "invalid_input", "session_lost"
 ]
 
 

@@ -37,6 +37,11 @@ class Backlog:
         self._wait(request)
         self.deadlines.set(request, request.deadline_s)
 
+    def admit_step(self, request: Request) -> None:
+        """Add a request of a session, which waits elsewhere."""
+        self.requests[request.id] = request
+        self.deadlines.set(request, request.deadline_s)
+
     def limit_rows(self, max_rows: int) -> None:
         """Set the maximum rows of a batch."""
         if max_rows != self.max_rows:

@@ -26,6 +26,8 @@ class Request:
     """When it could have been sent: its arrival, or its isolation."""
     key: str = ""
     """See `RequestArrived.key`."""
+    route: tuple[ReplicaId, ...] = ()
+    """See `RequestArrived.route`."""
     batch: Batch | None = None
     """None while it waits in the backlog."""
     worlds_broken: int = 0
@@ -73,6 +75,8 @@ class Batch:
     """When it could have been sent; see `SendBatch.waited_s`."""
     open_rows: int
     kind: SendKind = "first"
+    route: tuple[ReplicaId, ...] = ()
+    """See `RequestArrived.route`. Such a batch is never sent a second time: it ends with its replica."""
     stage: int = 0
     in_flight: dict[ReplicaId, Attempt] = field(default_factory=dict)
     failed_on: Replica | None = None
@@ -145,6 +149,8 @@ class Pool:
         self.queue: OrderedDict[BatchId, Batch] = OrderedDict()
         self.retries: OrderedDict[BatchId, Batch] = OrderedDict()
         self.isolated: OrderedDict[BatchId, Batch] = OrderedDict()
+        self.routed: OrderedDict[BatchId, Batch] = OrderedDict()
+        """Those that wait for one replica, which keeps their sessions."""
         self.reserved: Replica | None = None
         self.isolated_first = True
         self.expired = False
@@ -160,13 +166,14 @@ class Pool:
         """Whether a replica other than this one accepts batches."""
         return any(each is not replica for each in islice(self.accepting.values(), 2))
 
+    def has_room(self, replica: Replica) -> bool:
+        """Whether a batch can be sent to this replica now."""
+        has_room = len(replica.in_flight) < self.pipeline.window
+        return has_room and replica.id in self.accepting and replica is not self.reserved
+
     def update_availability(self, replica: Replica) -> None:
         """Update the replica's position in `available`. Call after every change of the replica."""
-        if (
-            replica.id in self.accepting
-            and replica is not self.reserved
-            and len(replica.in_flight) < self.pipeline.window
-        ):
+        if self.has_room(replica):
             self.available.set(replica, (replica.rows, replica.last_used))
         else:
             self.available.discard(replica)
@@ -224,9 +231,11 @@ class Pool:
 
     def batches(self) -> list[Batch]:
         """All batches in the queues, in the order in which they would be sent."""
-        return [*self.retries.values(), *self.queue.values(), *self.isolated.values()]
+        return [*self.routed.values(), *self.retries.values(), *self.queue.values(), *self.isolated.values()]
 
     def _queue_for(self, batch: Batch) -> OrderedDict[BatchId, Batch]:
+        if batch.route:
+            return self.routed
         if batch.isolated:
             return self.isolated
         return self.queue if batch.failed_on is None else self.retries

@@ -25,6 +25,8 @@ class RequestArrived:
     """Only requests with equal keys share a batch: their rows have equal shapes."""
     rows: int = 1
     """Number of samples. Their ids begin with `request`. If they are rejected, this id is."""
+    route: tuple[ReplicaId, ...] = ()
+    """The replica of each stage that keeps the session of the request: no other one can compute it. Empty: any replicas."""
 
 
 @dataclass(frozen=True, slots=True)

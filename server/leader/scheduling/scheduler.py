@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, islice
 
-from multiworld_serving.server.leader.scheduling.actions import Action, FailReplica, KeepOutput, SendBatch, SendKind
+from multiworld_serving.server.leader.scheduling.actions import (
+    Action,
+    FailReplica,
+    KeepOutput,
+    Reject,
+    SendBatch,
+    SendKind,
+)
 from multiworld_serving.server.leader.scheduling.admission import rejection
 from multiworld_serving.server.leader.scheduling.batches import (
     Attempt,
@@ -144,11 +151,23 @@ class Scheduler(SchedulerState):
             raise ValueError(f"request {open_ids[0]} is still open")
         for _ in ids:
             self.arrivals.arrived(now_s)
-        if (rejected := rejection(event, self)) is None:
+        if event.route:
+            self._step_arrived(event)
+        elif (rejected := rejection(event, self)) is None:
             for each in ids:
                 self.backlog.admit(Request(each, event.deadline_s, now_s, now_s, event.key))
         else:
             self.actions.append(rejected)
+
+    def _step_arrived(self, event: RequestArrived) -> None:
+        """A request of a session waits for the replicas that keep it, whatever the length of the queue."""
+        if len(event.route) != self.config.num_stages or not self.is_open(event.route):
+            self.actions.append(Reject(event.request, "session_lost", "a replica that kept the session is gone"))
+            return
+        for each in range(event.request, event.request + event.rows):
+            request = Request(each, event.deadline_s, self.now_s, self.now_s, event.key, event.route)
+            self.backlog.admit_step(request)
+            self.steps.setdefault(event.route, {})[each] = request
 
     def _cancelled(self, event: RequestCancelled) -> None:
         request = self.backlog.requests.get(event.request)
@@ -213,7 +232,9 @@ class Scheduler(SchedulerState):
     def _failed(self, attempt: Attempt, event: BatchFailed) -> None:
         batch = attempt.batch
         self.attempt_failed(attempt)
-        if batch.in_flight:  # a hedge, or the attempt that was hedged
+        if batch.route:
+            self.lose_sessions(batch)
+        elif batch.in_flight:  # a hedge, or the attempt that was hedged
             batch.retried = True
         elif event.by_input and len(batch.rows) == 1:
             self.reject_all(batch, "invalid_input", f"an input has a value out of the model's range: {event.error}")
@@ -264,6 +285,24 @@ class Scheduler(SchedulerState):
         for pipeline in self.table.pipelines.values():
             for pool in reversed(pipeline.pools):
                 self._dispatch_pool(pool)
+        for route in tuple(self.steps):
+            self._dispatch_steps(route)
+
+    def _dispatch_steps(self, route: tuple[ReplicaId, ...]) -> None:
+        """Send the requests of sessions with this route. While its first replica has no room, more of them gather for the next batch."""
+        members, replica = self.steps[route], self.table.replicas.get(route[0])
+        if replica is None or not self.is_open(route):
+            for request in tuple(members.values()):
+                self.reject(request, "session_lost", "a replica that kept the session is gone")
+        elif replica.pool.has_room(replica):
+            taken = tuple(islice(members.values(), self.config.max_batch_size))
+            for request in taken:
+                del members[request.id]
+            if not members:
+                del self.steps[route]
+            batch = self._form(taken, replica.pool.pipeline)
+            batch.route = route
+            self._send(batch, replica)
 
     def _find_late(self) -> None:
         """Move late attempts to `Pool.late`. Start a batch again if its input is kept and the hedge is late, too."""
@@ -277,6 +316,11 @@ class Scheduler(SchedulerState):
     def _dispatch_pool(self, pool: Pool) -> None:
         if pool.late and len(pool.available):
             self._hedge_late(pool)
+        for batch in tuple(pool.routed.values()):
+            replica = self.table.replicas[batch.route[pool.stage]]
+            if pool.has_room(replica):
+                del pool.routed[batch.id]
+                self._send(batch, replica)
         if pool.isolated_first:
             self._dispatch_isolated(pool)
         if pool.retries:
@@ -366,7 +410,7 @@ class Scheduler(SchedulerState):
         attempt = Attempt(batch, replica, kind, self.now_s)
         batch.in_flight[replica.id] = attempt
         self.table.record_sent(attempt)
-        if kind != "hedge" or batch.holder is not None:
+        if not batch.route and (kind != "hedge" or batch.holder is not None):
             self.hedging.watch(attempt, self.now_s)
         self.actions.append(
             SendBatch(

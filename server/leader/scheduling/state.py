@@ -19,6 +19,7 @@ from multiworld_serving.server.leader.scheduling.batches import Attempt, Batch, 
 from multiworld_serving.server.leader.scheduling.config import FAST_BATCH_S, SchedulerConfig
 from multiworld_serving.server.leader.scheduling.estimates.capacity import ArrivalRate
 from multiworld_serving.server.leader.scheduling.estimates.service_times import Hedging, ServiceTimes
+from multiworld_serving.server.leader.scheduling.events import ReplicaId, RequestId
 from multiworld_serving.server.leader.scheduling.replica_table import ReplicaTable
 
 
@@ -59,6 +60,8 @@ class SchedulerState:
         """Of a batch of the maximum size, by stage."""
         self._row_s: float | None = None
         """See `min_time_s`; None: a batch has returned or the replicas have changed since it was known."""
+        self.steps: dict[tuple[ReplicaId, ...], dict[RequestId, Request]] = {}
+        """The requests of sessions that wait for a batch, by their route. No value is empty."""
 
     def min_time_s(self, rows: int) -> float:
         """Lower bound of the time to answer so many rows, by the slowest stage; 0 while the time of a full batch is not known."""
@@ -125,15 +128,28 @@ class SchedulerState:
         """Put the batch into the queue of its stage. Requeue or reject its requests if they cannot be sent to that stage again."""
         batch.kind = kind
         pool = batch.pool
-        if not pool.accepting and self.table.current is not None:
+        if batch.route and not self.is_open(batch.route):
+            self.lose_sessions(batch)
+        elif not pool.accepting and self.table.current is not None:
             self.requeue(batch)
         elif pool.expired:
             self.reject_all(batch, "no_replica", self.table.no_replica_detail(batch.stage))
         else:
             pool.enqueue(batch, at_head=at_head)
 
+    def is_open(self, route: tuple[ReplicaId, ...]) -> bool:
+        """Whether the replicas of a route accept batches."""
+        return all((replica := self.table.replicas.get(each)) and each in replica.pool.accepting for each in route)
+
+    def lose_sessions(self, batch: Batch) -> None:
+        """Reject the requests of a batch whose sessions are lost, or may be incomplete. Their frontends begin new ones."""
+        self.reject_all(batch, "session_lost", "a replica that kept the session is gone")
+
     def requeue(self, batch: Batch) -> None:
         """Return the requests to the head of the backlog: they start again at the first stage."""
+        if batch.route:
+            self.lose_sessions(batch)
+            return
         requests = [request for _, request in batch.open_requests()]
         for request in reversed(requests):
             request.attempt = batch.attempt + 1
@@ -148,6 +164,9 @@ class SchedulerState:
 
     def isolate(self, batch: Batch) -> None:
         """Dissolve the batch. Each of its requests starts again at the first stage, alone."""
+        if batch.route:
+            self.lose_sessions(batch)
+            return
         for _, request in batch.open_requests():
             request.attempt = batch.attempt + 1
             request.runnable_since_s = self.now_s
@@ -177,6 +196,8 @@ class SchedulerState:
     def close(self, request: Request) -> None:
         """Close a request. Closing the last open request of a batch ends the batch."""
         self.backlog.close(request)
+        if (members := self.steps.get(request.route)) is not None and members.pop(request.id, request) and not members:
+            del self.steps[request.route]
         batch, request.batch = request.batch, None
         if batch is not None:
             batch.open_rows -= 1
@@ -281,6 +302,9 @@ class SchedulerState:
 
     def _requeue_stranded(self, pool: Pool) -> None:
         """Move batches that can no longer be sent from this queue: another version is complete, or a retry has no other replica."""
+        for batch in [each for each in pool.routed.values() if not self.is_open(each.route)]:
+            pool.dequeue(batch)
+            self.lose_sessions(batch)
         stranded: list[Batch] = []
         if not pool.accepting and self.table.current is not None:
             stranded = pool.batches()

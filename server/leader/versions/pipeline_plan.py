@@ -35,7 +35,8 @@ def open_pipeline(settings: LeaderSettings, tuning: Tuning, number: int = 1) -> 
     name, version = served_name(settings), description.digest[:_SHOWN_DIGITS]
     digest = hashlib.sha256(description.digest.encode())
     stages: list[StagePlan] = []
-    for position, each in enumerate(description.stages):
+    elements = description.stages * settings.stages if description.decoder else description.stages
+    for position, each in enumerate(elements):
         spec = ObjectStageSpec(
             model=name,
             version=version,
@@ -48,6 +49,7 @@ def open_pipeline(settings: LeaderSettings, tuning: Tuning, number: int = 1) -> 
             device=each.device,
             max_batch_size=each.max_batch_size,
             pad=each.pad,
+            session_tokens=settings.session_tokens if description.decoder else 0,
         )
         if not each.bundle:
             nothing = torch.empty((0, 0), dtype=torch.uint8)

@@ -49,7 +49,14 @@ class ColourPredictor(LeaderPool):
     cancelled: int = 0
 
     async def predict(
-        self, rows: Tensor, *, deadline_s: float, request_id: str, key: str = "", traced: bool = False
+        self,
+        rows: Tensor,
+        *,
+        deadline_s: float,
+        request_id: str,
+        key: str = "",
+        traced: bool = False,
+        route: tuple[str, ...] = (),
     ) -> Prediction:
         assert self.answer or (rows.dtype, rows.shape[1:], key) == (torch.uint8, (3, SIDE, SIDE), "")
         self.deadlines_s.append(deadline_s)

@@ -193,7 +193,14 @@ class MovingPredictor(ColourPredictor):
         return ModelVersion(self.number, f"weights {self.number}")
 
     async def predict(
-        self, rows: torch.Tensor, *, deadline_s: float, request_id: str, key: str = "", traced: bool = False
+        self,
+        rows: torch.Tensor,
+        *,
+        deadline_s: float,
+        request_id: str,
+        key: str = "",
+        traced: bool = False,
+        route: tuple[str, ...] = (),
     ) -> Prediction:
         answer = await super().predict(rows, deadline_s=deadline_s, request_id=request_id)
         version, self.number = self.version, 2
