@@ -49,8 +49,8 @@ class LeaderSettings(ServiceSettings):
 
     model: str = setting("resnet50", "Model")
     """Model to serve: the path of a bundle that `multiworld export` wrote; a pipeline of stages in Python, as FILE.py:LIST or
-    MODULE:LIST; generate:FOLDER with a decoder of transformers; or a model of torchvision for images such as resnet50, which is exported into ~/.cache/multiworld/bundles at the first
-    start. NAME=SOURCE serves it by another name."""
+    MODULE:LIST; generate:FOLDER with a decoder of transformers; or a model of torchvision for images such as resnet50, which is exported
+    into ~/.cache/multiworld/bundles at the first start. NAME=SOURCE serves it by another name."""
     weights: str = setting("DEFAULT", "Model")
     """Name of torchvision weights (IMAGENET1K_V2, DEFAULT), a .pth, .pt, .ckpt or .safetensors file, random:SEED, or auto (DEFAULT if
     available, else random:0 with a warning)."""

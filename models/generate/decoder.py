@@ -1,8 +1,8 @@
 """A part of a decoder as a stage. Layers are transformers' own modules, behind its public `Cache` interface.
 
 A row is one step of a sequence: the prompt, or the last token. It names the session, and how many tokens the session must have. If the
-stage does not have exactly these, the row is lost, and the frontend begins a new session with all tokens so far: so a step that was computed twice,
-or by a replica that missed one, never changes a text. Recovery by a replay of the tokens is the idea of Petals.
+stage does not have exactly these, the row is lost, and the frontend begins a new session with all tokens so far. So a step that was
+computed twice, or by a replica that missed one, never changes a text. Recovery by a replay of the tokens is the idea of Petals.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class DecoderPart:
         off = float((found.cpu() - expected).abs().max() / expected.abs().max())
         if not off <= _TOLERANCE:
             raise StageSpecError(
-                f"{type(model).__name__} computes more than its layers: part {index} of {parts} is {off:.2g} off; serve it with --stages 1, "
-                "or another model"
+                f"{type(model).__name__} computes more than its layers: part {index} of {parts} is {off:.2g} off; serve it with "
+                "--stages 1, or another model"
             )
         self.sessions = Sessions(session_tokens)
 

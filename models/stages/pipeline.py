@@ -155,6 +155,11 @@ class PipelineSource(NamedTuple):
             return [Path(spec.origin)]
         return sorted(path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.py"))
 
+    def described_decoder(self) -> PipelineDescription:
+        """The description of a decoder. Raises StageSpecError."""
+        stages = (PipelineStage("Decoder", stages=0),)
+        return PipelineDescription(self.name, self.digest(), stages, decoder=str(Path(self.attribute).absolute()))
+
     def load(self) -> Pipeline:
         """Import it. Raises StageSpecError that says which line failed, what is missing, or that the imported code is another one."""
         try:
@@ -278,8 +283,7 @@ def describe(source: PipelineSource) -> PipelineDescription:
 async def describe_meanwhile(source: PipelineSource) -> PipelineDescription:
     """As `describe`, without blocking the event loop, and without a thread: a supervisor with threads cannot fork."""
     if source.is_decoder:
-        folder = str(Path(source.attribute).absolute())
-        return PipelineDescription(source.name, source.digest(), (PipelineStage("Decoder", stages=0),), decoder=folder)
+        return source.described_decoder()
     command = [sys.executable, "-P", "-m", __name__, source.absolute]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         with subprocess.Popen(command, stdout=out, stderr=errors) as process:  # noqa: S603, ASYNC220 - this module

@@ -21,6 +21,7 @@ from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.service.errors import DrainingError, RequestRejected
 from multiworld_serving.common.service.model_change import ModelChange
 from multiworld_serving.server.frontend.api.admin_routes import AdminRoutes
+from multiworld_serving.server.frontend.api.generate.openai_routes import OpenAiRoutes
 from multiworld_serving.server.frontend.api.groups import ModelGroups
 from multiworld_serving.server.frontend.api.oip.routes import V2Routes
 from multiworld_serving.server.frontend.api.service_routes import (
@@ -173,6 +174,8 @@ class Application(FastAPI):
 
 def inference_protocol(path: str) -> tuple[InferenceProtocol | None, dict[str, str]]:
     """The inference protocol and the parameters of a path. None if it is not inference: probes and scrapes are not measured."""
+    if path in ("/v1/completions", "/v1/chat/completions"):
+        return "openai", {}
     protocol: InferenceProtocol = "v2" if path.startswith("/v2") else "predict"
     match = (_V2_INFER if protocol == "v2" else _PREDICT).fullmatch(path)
     if match is None:
@@ -212,6 +215,7 @@ def create_api(
             route("/predict", groups.predict, "POST"),
             route("/predict/{model}", groups.predict, "POST"),
             *v2.routes(),
+            *OpenAiRoutes(groups, metrics).routes(),
             *operations_routes(groups, scrape or metrics.scrape),
             *status_page_routes(groups, endpoints),
         ],

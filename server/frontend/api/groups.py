@@ -19,6 +19,7 @@ from multiworld_serving.common.service.errors import NoModelNamedError, NotReady
 from multiworld_serving.common.service.model_versions import Share, model_and_version
 from multiworld_serving.common.service.predictor import ModelVersion, Prediction
 from multiworld_serving.common.service.snapshots import PipelineSnapshot
+from multiworld_serving.server.frontend.api.generate.text_codec import TextCodec
 from multiworld_serving.server.frontend.api.inference import Inference
 from multiworld_serving.server.frontend.api.object_route import ObjectRoute
 from multiworld_serving.server.frontend.api.oip.metadata import repository_index
@@ -45,6 +46,7 @@ class ModelGroup:
         serves_predict: whether it has /predict: it classifies images, or is a pipeline in Python. True until a leader has described it.
         share: of the requests of the model.
         number: of its version in responses; None if it is the only one and its name has no version: the leaders number its weights.
+        codec: texts and tokens of a decoder; None: the model does not generate text.
         shadows: versions of the model that get copies of its requests.
         shadow: copies requests to this version.
     """
@@ -56,6 +58,7 @@ class ModelGroup:
     serves_predict: bool = True
     share: Share = 100.0
     number: int | None = None
+    codec: TextCodec | None = None
     shadows: Sequence[ModelGroup] = ()
 
     def __post_init__(self) -> None:
@@ -97,9 +100,13 @@ class ModelGroup:
         """Serve the model, which is known now."""
         self.inference, model = inference, inference.signature.model
         inference.respond = self.respond
-        self.serves_predict = model.pipeline is not None or model.classifies_images
-        if model.pipeline is not None:
-            self._answer: Endpoint = ObjectRoute(inference, model.pipeline).answer
+        if model.pipeline is not None and model.pipeline.decoder:
+            self.codec = TextCodec(Path(model.pipeline.decoder))
+        self.serves_predict = self.codec is None and (model.pipeline is not None or model.classifies_images)
+        if self.codec is not None:
+            self._answer: Endpoint = wrong_path(model)
+        elif model.pipeline is not None:
+            self._answer = ObjectRoute(inference, model.pipeline).answer
         else:
             self._answer = PredictRoute(inference).answer if model.classifies_images else wrong_path(model)
 

@@ -44,6 +44,8 @@ def wrong_path(model: ServedModel) -> Endpoint:
     """POST /predict of a model that does not classify images: tells where to send requests."""
 
     async def endpoint(_: Request) -> Response:
+        if model.pipeline is not None:
+            raise WrongPathError(f"the model {model.name!r} generates text; send the request to /v1/completions")
         missing = "labels" if model.image is not None else "an image as its input"
         raise WrongPathError(
             f"/predict classifies images, and the model {model.name!r} does not have {missing}; send its inputs to "

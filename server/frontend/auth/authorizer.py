@@ -54,7 +54,7 @@ def is_admin_path(path: str) -> bool:
 def is_inference_path(path: str) -> bool:
     """Whether this is a path of the HTTP API only."""
     return path in {"/predict", "/status", "/events", "/openapi.json"} or path.startswith(
-        ("/predict/", "/v2/models", "/v2/health")
+        ("/predict/", "/v1/", "/v2/models", "/v2/health")
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable
 from io import BytesIO
@@ -94,6 +95,7 @@ class OpenRequest:
     ) -> None:
         limit_s = gate.limits.timeout_s
         self.deadline_s = record.started_s + min(limit_s, timeout_s or limit_s)
+        self._latest_s = math.inf if timeout_s is None else record.started_s + timeout_s
         self.predicts = False
         self._admitted = False
         self._gate = gate
@@ -175,6 +177,12 @@ class OpenRequest:
         """The body is not needed any more."""
         self._gate.held_bytes -= self._held_bytes
         self._held_bytes = 0
+
+    def prolong(self) -> None:
+        """A part of the response is ready: the server's timeout begins again, up to the deadline that the client has set."""
+        self.deadline_s = min(self._latest_s, time.monotonic() + self._gate.limits.timeout_s)
+        self._timer.cancel()
+        self._arm()
 
     def shorten(self, timeout_s: float) -> None:
         """Use this timeout since the request's arrival if it is shorter."""

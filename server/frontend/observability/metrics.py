@@ -8,6 +8,8 @@ from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.service.snapshots import ServiceState
 from multiworld_serving.server.frontend.observability.request_records import RequestRecorder
 
+_TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
 
 class FrontendMetrics(ProgramMetrics):
     """The counters and gauges of a frontend.
@@ -34,6 +36,18 @@ class FrontendMetrics(ProgramMetrics):
             "Requests that a frontend sent to another leader, by reason: failed = the leader failed, left = it stopped, or its workers "
             "left it; otherwise the reason of its rejection.",
             ("model", "reason"),
+        )
+
+        self.open_streams = self.gauge("generate_open", "Sequences that are generated now.", ("model",))
+        self.tokens = self.counter("generated_tokens", "Tokens of generated texts.", ("model",))
+        self.replays = self.counter(
+            "session_replays", "Sessions that were lost with a replica, and computed again by another one.", ("model",)
+        )
+        self.first_token_s = self.histogram(
+            "first_token_seconds", "Time from a request to its first token.", _TOKEN_BOUNDS_S, ("model",)
+        )
+        self.between_tokens_s = self.histogram(
+            "between_tokens_seconds", "Time between two tokens of a text.", _TOKEN_BOUNDS_S, ("model",)
         )
 
     def group_state(self, model: str, leaders: int, configured: int, current: ServiceState) -> None:

@@ -24,7 +24,7 @@ from multiworld_serving.server.frontend.observability.tracing import RequestTrac
 
 logger = logging.getLogger(__name__)
 
-InferenceProtocol = Literal["predict", "v2", "grpc"]
+InferenceProtocol = Literal["predict", "v2", "grpc", "openai"]
 """The inference API of a request."""
 
 ShadowOutcome = Literal["equal", "different", "failed", "incompatible", "dropped"]

@@ -1,0 +1,126 @@
+"""Streams of generated text while workers and leaders are killed and frozen: none is lost, doubled or different.
+
+    python -m benchmarks.generation --seconds 600 --kill-every-s 5 --freeze-every-s 20 --leader-kills 10
+
+Serves a small random decoder in two stages of two workers, with two leaders, and compares every stream with `generate` of transformers.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from multiworld_serving.testing.local_service import LocalService
+from tests.decoders import WORDS, expected_tokens, write_decoder
+
+_FREEZE_S = 3.0
+
+
+class _Streams:
+    """Clients that stream the texts of random prompts, one after another."""
+
+    def __init__(self, url: str, model: Any, tokens: int, until_s: float) -> None:
+        self.url, self.model, self.tokens, self.until_s = url, model, tokens, until_s
+        self.ended, self.wrong, self.pauses_s, self.errors = 0, 0, [0.0], list[str]()
+        self.known: dict[tuple[int, ...], list[int]] = {}
+
+    async def run(self, clients: int) -> None:
+        async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as http:
+            await asyncio.gather(*(self._client(http, random.Random(number)) for number in range(clients)))
+
+    async def _client(self, http: httpx.AsyncClient, choice: random.Random) -> None:
+        while time.monotonic() < self.until_s:
+            prompt = tuple(choice.randrange(1, WORDS - 2) for _ in range(choice.choice((3, 8, 20, 40))))
+            found, longest_s, last_s, event = list[int](), 0.0, time.monotonic(), dict[str, Any]()
+            body = {"model": "chat", "prompt": prompt, "max_tokens": self.tokens, "temperature": 0, "stream": True}
+            try:
+                async with http.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+                    async for line in response.aiter_lines():
+                        if line.startswith("data: {"):
+                            event = json.loads(line[6:])
+                            if "error" in event:
+                                self.errors.append(str(event["error"]))
+                                break
+                            longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+                            found += [int(word[1:]) for word in event["choices"][0]["text"].split()]
+                    if response.status_code != 200:
+                        self.errors.append(f"status {response.status_code}")
+            except httpx.HTTPError as error:
+                self.errors.append(repr(error))
+                continue
+            self.pauses_s.append(longest_s)
+            self.ended += 1
+            if "error" in event:
+                continue
+            if prompt not in self.known:
+                self.known[prompt] = await asyncio.to_thread(expected_tokens, self.model, list(prompt), self.tokens)
+            if found != self.known[prompt]:
+                self.wrong += 1
+                print(f"wrong: {prompt}: {found}; expected {self.known[prompt]}")
+
+
+async def _faults(service: LocalService, given: argparse.Namespace, until_s: float) -> dict[str, int]:
+    """Kill and freeze random processes until this time."""
+    counts, began_s = {"killed": 0, "frozen": 0, "leaders": 0}, time.monotonic()
+    while (now_s := time.monotonic()) < until_s:
+        passed_s = now_s - began_s
+        victims = list(service.worker_pids().values())
+        if passed_s / given.kill_every_s > counts["killed"] + 1:
+            os.kill(random.choice(victims), signal.SIGKILL)
+            counts["killed"] += 1
+        elif passed_s / given.freeze_every_s > counts["frozen"] + 1:
+            pid = random.choice(victims)
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(_FREEZE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            counts["frozen"] += 1
+        elif passed_s / (given.seconds / (given.leader_kills + 1)) > counts["leaders"] + 1:
+            os.kill(service.child_pids("leader")[counts["leaders"] % 2], signal.SIGKILL)
+            counts["leaders"] += 1
+        await asyncio.sleep(0.1)
+    return counts
+
+
+async def _main(given: argparse.Namespace, folder: Path) -> None:
+    model = write_decoder(folder)
+    settings = {"model": f"chat=generate:{folder}", "stages": 2, "replicas": 2, "leaders": 2, "timeout_s": 100}
+    settings["recovery_grace_s"] = 60
+    with LocalService(**settings) as service:
+        until_s = time.monotonic() + given.seconds
+        streams = _Streams(service.url, model, given.tokens, until_s)
+        _, counts = await asyncio.gather(streams.run(given.clients), _faults(service, given, until_s))
+        replays = service.metric("multiworld_session_replays_total")
+    pauses = streams.pauses_s
+    print(
+        f"{counts}: {streams.ended} streams ended, {streams.wrong} wrong, {len(streams.errors)} failed {streams.errors[:3]}; "
+        f"{replays:.0f} replays; longest pause of a stream: median {statistics.median(pauses):.3f} s, "
+        f"99 % {sorted(pauses)[int(0.99 * (len(pauses) - 1))]:.3f} s, most {max(pauses):.3f} s"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--kill-every-s", type=float, default=5)
+    parser.add_argument("--freeze-every-s", type=float, default=20)
+    parser.add_argument("--leader-kills", type=int, default=1)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_main(given, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Generates the tokens of one sequence. The frontend has the prompt and all tokens, so that no loss of another process loses one.
+
+Each step is a request of the session, which goes to the replicas that keep it. If one of them is lost, a new session computes prompt and
+tokens as one prefill. Workers compute a step only if the session has exactly the tokens before it, so none is skipped or computed twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from multiworld_serving.common.service.errors import (
+    OverloadedError,
+    RequestRejected,
+    SessionLostError,
+    StageError,
+)
+from multiworld_serving.models.generate.decoder import FULL, LOST
+from multiworld_serving.models.stages.objects import OBJECT_ROWS
+from multiworld_serving.server.frontend.api.object_route import object_rows, objects_of
+from multiworld_serving.server.frontend.http.open_request import OpenRequest
+from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+
+logger = logging.getLogger(__name__)
+
+_MAX_REPLAYS = 20
+"""Replays of a sequence without a token between them."""
+_PAUSE_S = 0.05
+_END_S = 5.0
+_ending: set[asyncio.Task[None]] = set()
+"""asyncio itself keeps no reference to tasks."""
+
+
+class Sampling(NamedTuple):
+    """How tokens are chosen. `temperature` 0: the most probable one."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Generation:
+    """One sequence.
+
+    Args:
+        prompt: its tokens.
+        most: tokens to generate at most.
+
+    Attributes:
+        replays: how often a session was lost.
+    """
+
+    def __init__(self, pool: LeaderPool, opened: OpenRequest, prompt: list[int], most: int, sampling: Sampling) -> None:
+        self._pool = pool
+        self._opened = opened
+        self._tokens = list(prompt)
+        self._prompt = len(prompt)
+        self._most = most
+        self._sampling = sampling
+        self._session = ""
+        self._route: tuple[str, ...] = ()
+        self.replays = 0
+
+    async def tokens(self) -> AsyncGenerator[int, None]:
+        """The tokens, as they are computed. Closing the iterator ends the session.
+
+        Raises:
+            OverloadedError: the workers have no room for another session.
+            RequestRejected: the sequence cannot be computed.
+        """
+        failures = 0
+        try:
+            while len(self._tokens) < self._prompt + self._most:
+                result: Any = LOST
+                with suppress(SessionLostError):
+                    result = await self._step()
+                if result == LOST:
+                    self._session, self._route = "", ()
+                    self.replays, failures = self.replays + 1, failures + 1
+                    if failures > _MAX_REPLAYS:
+                        raise StageError(f"the session was lost {failures} times without a token in between")
+                    await asyncio.sleep(0 if failures == 1 else _PAUSE_S)
+                    continue
+                if result == FULL:
+                    raise OverloadedError(
+                        "the workers have no room for the tokens of another sequence; try again later"
+                    )
+                if not isinstance(result, int):
+                    raise StageError(f"the last stage returned {type(result).__name__}; expected a token")
+                failures = 0
+                self._tokens.append(result)
+                self._opened.prolong()
+                yield result
+        finally:
+            self._end()
+
+    async def _step(self) -> Any:
+        """The result of one step: of the last token, or of all tokens in a new session."""
+        tokens, position = self._tokens[-1:], len(self._tokens) - 1
+        if not self._session:
+            self._session, tokens, position = uuid.uuid4().hex, self._tokens, 0
+        row = {
+            "session": self._session,
+            "tokens": tokens,
+            "position": position,
+            "capacity": self._prompt + self._most,
+            "sampling": [*self._sampling, len(self._tokens)],
+        }
+        rows, record = object_rows([row]), self._opened.record
+        prediction = await self._pool.predict(
+            rows,
+            key=OBJECT_ROWS.key(rows),
+            deadline_s=self._opened.deadline_s,
+            request_id=record.request_id,
+            route=self._route,
+        )
+        self._route = prediction.route
+        record.version, record.prediction, record.predicted_s = prediction.version, prediction, time.monotonic()
+        (found,) = objects_of(prediction)
+        return found.get("result") if isinstance(found, dict) else found
+
+    def _end(self) -> None:
+        """Free the session at the workers."""
+        if self._session and self._route:
+            task = asyncio.create_task(self._send_end(self._session, self._route))
+            _ending.add(task)
+            task.add_done_callback(_ending.discard)
+
+    async def _send_end(self, session: str, route: tuple[str, ...]) -> None:
+        rows, deadline_s = object_rows([{"end": session}]), time.monotonic() + _END_S
+        try:
+            await self._pool.predict(rows, deadline_s=deadline_s, request_id=f"end-{session}", route=route)
+        except RequestRejected:
+            pass  # it is gone, or expires
+        except Exception:
+            logger.exception("session=%s cannot be ended; it expires", session)

@@ -1,0 +1,127 @@
+"""Generated texts over HTTP: those of `generate`, whatever process dies meanwhile."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from multiworld_serving.testing.local_service import LocalService
+from tests.decoders import expected_tokens, write_decoder
+from tests.waiting import wait_until
+
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [20]]
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("decoder")
+    return folder, write_decoder(folder)
+
+
+@pytest.fixture(scope="module")
+def service(decoder: tuple[Path, Any]) -> Iterator[LocalService]:
+    settings = {
+        "heartbeat_timeout_s": 10,
+        "timeout_s": 200,
+        "recovery_grace_s": 120,
+        "hang_timeout_s": 60,
+        "threads": 1,
+    }
+    with LocalService(model=f"chat=generate:{decoder[0]}", leaders=2, session_tokens=2000, **settings) as running:
+        yield running
+
+
+def words(text: str) -> list[int]:
+    return [int(word[1:]) for word in text.split()]
+
+
+def complete(service: LocalService, **fields: Any) -> httpx.Response:
+    body = {"model": "chat", "prompt": PROMPTS[0], "max_tokens": 10, "temperature": 0} | fields
+    return httpx.post(f"{service.url}/v1/completions", json=body, timeout=200)
+
+
+def test_texts_are_those_of_generate_and_end_as_asked(service: LocalService, decoder: tuple[Path, Any]) -> None:
+    expected = expected_tokens(decoder[1], PROMPTS[0], 10)
+    answer = complete(service).json()
+    assert words(answer["choices"][0]["text"]) == expected
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+    assert complete(service, prompt="w5 w6 w7").json()["choices"] == answer["choices"]
+    stopped = complete(service, stop=[f"w{expected[4]}"]).json()["choices"][0]
+    at = expected.index(expected[4])
+    assert (words(stopped["text"]), stopped["finish_reason"]) == (expected[:at], "stop")
+    seeded = [complete(service, temperature=1.0, seed=seed).json()["choices"][0]["text"] for seed in (1, 1, 2)]
+    assert seeded[0] == seeded[1] != seeded[2]
+
+
+def test_chat_uses_the_template_and_models_are_listed(service: LocalService, decoder: tuple[Path, Any]) -> None:
+    url = f"{service.url}/v1"
+    assert [each["id"] for each in httpx.get(f"{url}/models").json()["data"]] == ["chat"]
+    message = {"role": "w5", "content": [{"type": "text", "text": "w6"}]}
+    body = {"model": "chat", "messages": [message], "max_completion_tokens": 5, "temperature": 0}
+    answer = httpx.post(f"{url}/chat/completions", json=body, timeout=200).json()
+    assert words(answer["choices"][0]["message"]["content"]) == expected_tokens(decoder[1], [5, 6, 1], 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "named"),
+    [
+        ({"logprobs": 3}, 400, "logprobs"),
+        ({"n": 2}, 400, "n"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [1] * 300}, 400, "300 tokens"),
+        ({"model": "other"}, 404, "other"),
+        ({"prompt": [5] * 200, "max_tokens": 56, "stream": True}, 200, "[DONE]"),
+    ],
+)
+def test_requests_are_refused_with_the_name_of_the_field(
+    fields: dict[str, Any], status: int, named: str, service: LocalService
+) -> None:
+    response = complete(service, **fields)
+    assert response.status_code == status, response.text
+    assert named in response.text
+
+
+def test_predict_names_the_path_of_a_decoder(service: LocalService) -> None:
+    response = httpx.post(f"{service.url}/predict", content=b"x")
+    assert (response.status_code, "/v1/completions" in response.text) == (404, True)
+
+
+def test_streams_lose_no_token_when_workers_and_a_leader_are_killed(
+    service: LocalService, decoder: tuple[Path, Any]
+) -> None:
+    expected = [expected_tokens(decoder[1], prompt, COUNT) for prompt in PROMPTS]
+    replays = service.metric("multiworld_session_replays_total")
+    victims = [*list(service.worker_pids().values())[:2], service.child_pids("leader")[0]]
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    with httpx.Client(timeout=200) as client:
+        for number, prompt in enumerate(PROMPTS):
+            body = {"model": "chat", "prompt": prompt, "max_tokens": COUNT, "temperature": 0, "stream": True}
+            with client.stream("POST", f"{service.url}/v1/completions", json=body) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        event = json.loads(line[6:])
+                        assert "error" not in event, event
+                        found[number] += words(event["choices"][0]["text"])
+                    if len(found[number]) == 10 and victims:
+                        os.kill(victims.pop(), signal.SIGKILL)
+    assert found == expected
+    assert not victims
+    assert service.metric("multiworld_session_replays_total") > replays
+
+
+def test_a_client_that_disconnects_frees_its_session(service: LocalService) -> None:
+    body = {"model": "chat", "prompt": [5], "max_tokens": 250, "temperature": 1, "seed": 1, "stream": True}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=200) as response:
+        next(response.iter_lines())
+        assert service.metric("multiworld_generate_open") == 1
+    wait_until(lambda: service.metric("multiworld_generate_open") == 0)
+    many = [complete(service, prompt=[number + 1], max_tokens=240).status_code for number in range(10)]
+    assert set(many) == {200}  # ten sessions together would not fit into 2,000 tokens
