@@ -94,8 +94,9 @@ async def _faults(service: LocalService, given: argparse.Namespace, until_s: flo
 
 async def _main(given: argparse.Namespace, folder: Path) -> None:
     model = write_decoder(folder)
-    settings = {"model": f"chat=generate:{folder}", "stages": 2, "replicas": 2, "leaders": 2, "timeout_s": 100}
-    settings["recovery_grace_s"] = 60
+    settings: dict[str, Any] = {"model": f"chat=generate:{folder}", "stages": 2, "replicas": 2, "leaders": 2}
+    settings |= {"timeout_s": 100, "recovery_grace_s": 60}
+
     with LocalService(**settings) as service:
         until_s = time.monotonic() + given.seconds
         streams = _Streams(service.url, model, given.tokens, until_s)

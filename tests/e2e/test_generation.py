@@ -26,7 +26,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def service(decoder: tuple[Path, Any]) -> Iterator[LocalService]:
-    settings = {
+    settings: dict[str, Any] = {
         "heartbeat_timeout_s": 10,
         "timeout_s": 200,
         "recovery_grace_s": 120,

@@ -102,6 +102,7 @@ class ModelGroup:
         inference.respond = self.respond
         if model.pipeline is not None and model.pipeline.decoder:
             self.codec = TextCodec(Path(model.pipeline.decoder))
+            self.pool.metrics.declare_generation(self.name)
         self.serves_predict = self.codec is None and (model.pipeline is not None or model.classifies_images)
         if self.codec is not None:
             self._answer: Endpoint = wrong_path(model)

@@ -59,6 +59,11 @@ class FrontendMetrics(ProgramMetrics):
         for reason in ("failed", "left"):  # Prometheus sees no increase if a series first appears with value 1
             self._resubmitted.labels(model, reason)
 
+    def declare_generation(self, model: str) -> None:
+        """Create the series of a model that generates text."""
+        for each in (self.open_streams, self.tokens, self.replays, self.first_token_s, self.between_tokens_s):
+            each.labels(model)
+
     def resubmitted(self, model: str, reason: str) -> None:
         """A request is sent to another leader."""
         self._resubmitted.labels(model, reason).inc()

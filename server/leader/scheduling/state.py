@@ -88,6 +88,38 @@ class SchedulerState:
             if self.backlog.max_rows != rows:
                 times.clear()
 
+    # -- statistics, O(number of versions) at most ---------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """A version is complete."""
+        return self.table.current is not None
+
+    @property
+    def current_version(self) -> str | None:
+        """The version of new batches."""
+        return self.table.current.version if self.table.current else None
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests that wait for a batch, including isolated requests."""
+        return len(self.backlog.waiting) + len(self.backlog.isolated)
+
+    @property
+    def open_requests(self) -> int:
+        """Accepted requests that are not closed. After `Drain`, zero means that all work is done."""
+        return len(self.backlog.requests)
+
+    def in_flight(self, replica: ReplicaId) -> int:
+        """Batches in flight on this replica; 0 for an unknown replica."""
+        known = self.table.replicas.get(replica)
+        return len(known.in_flight) if known else 0
+
+    def batches_of(self, version: str) -> int:
+        """Batches of this version that have not ended. The version is in use while there are any."""
+        pipeline = self.table.pipelines.get(version)
+        return pipeline.num_batches if pipeline else 0
+
     # -- when the next batch is formed, and from which requests ---------------------------------------------------------------
 
     def key_due(self, replica: Replica) -> str | None:

@@ -35,6 +35,7 @@ def busy_frontend() -> FrontendMetrics:
     metrics.requests.end({}, RequestRecord("id", "v", "predict", counts, status=200))
     counts.set_share("shadow")
     metrics.group_state("m", 1, 1, "ready")
+    metrics.declare_generation("m")
     return metrics
 
 
