@@ -63,7 +63,7 @@ async def main(rank: int, ranks: int, port: int, options: argparse.Namespace) ->
     short, long = torch.zeros(options.short), torch.zeros(options.long // 4)
     calls: dict[str, tuple[Callable[[str], object], int]] = {
         "join": (lambda way: join(way, made), 5),
-        "send": (lambda way: send(short, groups[way]), 2000),
+        "send": (lambda way: send(short, groups[way]), 300),
         "all_reduce": (lambda way: all_reduce(long, groups[way]), 3),
     }
     rows = []

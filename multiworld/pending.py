@@ -12,6 +12,7 @@ which serves all worlds of the process, must never wait for it.
 """
 
 import asyncio
+import math
 import select
 import socket
 import threading
@@ -34,6 +35,7 @@ from multiworld.ops.operation import NO_MEMORY, Collective, Message, Operation, 
 from multiworld.transport.connection import PeerConnection, SocketPayloads
 from multiworld.transport.poller import Poller, poller_of
 from multiworld.transport.shared import SharedPayloads
+from multiworld.transport.waiter import await_transfer
 from multiworld.transport.wire import MESSAGE, encode_signature, message_head, pack_head
 
 _DRAIN_S = 0.2
@@ -64,6 +66,7 @@ class PendingOperations:
         self._poller: Poller | None = None
         self._connections: dict[int, PeerConnection] = {}
         self._pending: set[Operation] = set()
+        self._next_check_s = math.inf  # of `due_s`
         self._copying_back: set[Operation] = set()
         self._failed: list[Operation] = []  # they get the error of the world when it has ended
         self._copying = WorkerThread(f"multiworld-{config.name}")
@@ -97,26 +100,52 @@ class PendingOperations:
         loop = asyncio.get_running_loop()
         operation.timeout_s, operation.future = timeout_s, loop.create_future()
         operation.on_cancelled = self._on_cancelled
-        with self._lock:  # the teardown must not run between the check and the registration of the operation
-            if ending := self._world.ending():
-                raise ending
-            self._rebind_loop(loop)
-            self._pending.add(operation)
-            try:
-                self._dispatch(operation)
-            except Exception as error:  # noqa: BLE001 - the operation may have started: the world breaks
-                self.fail([operation], error)
+        with self._lock:
+            self._register(operation, loop)
         operation.posted = True
         if timeout_s is not None and not operation.done():
             operation.timer = loop.call_later(timeout_s, self._on_timeout, operation)
         return operation
 
-    def _rebind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Move the connections to the poller of `loop` if the event loop that served them has ended."""
-        if self._poller is not None and self._poller.is_abandoned(loop):
-            self._poller = poller_of(loop)
+    def start_on_thread(self, operation: Message, timeout_s: float | None) -> Callable[[float | None], None]:
+        """See `World.start_on_thread`."""
+        assert operation.outcome is not None
+        operation.timeout_s = timeout_s
+        with self._lock:
+            self._register(operation, None)
+            if timeout_s is not None and not operation.outcome.done():
+                operation.due_s = time.monotonic() + timeout_s
+                self._check_due(operation.due_s)
+            return partial(await_transfer, self._connections.get(operation.peer), operation.outcome)
+
+    def _register(self, operation: Operation, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Start an operation, under the lock: the teardown must not run between the check and the registration."""
+        if ending := self._world.ending():
+            raise ending
+        if loop is not None and self._poller is not None and self._poller.is_abandoned(loop):
+            self._poller = poller_of(loop)  # the event loop that served the connections has ended
             for connection in self._connections.values():
                 connection.move(self._poller)
+        self._pending.add(operation)
+        try:
+            self._dispatch(operation)
+        except Exception as error:  # noqa: BLE001 - the operation may have started: the world breaks
+            self.fail([operation], error)
+
+    def _check_due(self, at_s: float) -> None:
+        """Check at `at_s` for operations of threads that are due. One timer of the event loop serves many operations."""
+        if at_s < self._next_check_s and self._poller is not None:
+            self._next_check_s = at_s
+            self._poller.call_later(at_s - time.monotonic(), self._on_due)
+
+    def _on_due(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            self._next_check_s = math.inf
+            pending = [*self._pending, *self._copying_back]
+            self._check_due(min((each.due_s for each in pending if each.due_s > now_s), default=math.inf))
+        for operation in (each for each in pending if each.due_s <= now_s):
+            self._on_timeout(operation)
 
     def _dispatch(self, operation: Operation) -> None:
         """Hand the operation to its connection, or start the collective."""
@@ -205,10 +234,7 @@ class PendingOperations:
     # -- results of connections --------------------------------------------------------------------------------------------------
 
     def on_transferred(self, operation: Operation) -> None:
-        """A transfer, or the algorithm of a collective, completed: copy the results back if necessary and complete the operation.
-
-        Raises RuntimeError when no thread can start.
-        """
+        """A transfer or an algorithm completed: copy the results back if necessary. Raises RuntimeError when no thread can start."""
         if isinstance(operation, Message):
             operation.data, operation.memory = None, NO_MEMORY  # the caller may keep the operation
             if operation.collective is not None:
@@ -220,8 +246,8 @@ class PendingOperations:
             self._copying.run(partial(self._run_step, self._copy_back, operation))
 
     def on_connection_lost(self, peer: int, pending: list[Message], reason: str) -> None:
-        operations = list(dict.fromkeys(each.collective or each for each in pending))
-        if operations:  # without pending transfers, a later operation reports the loss; the control connection may know the reason by then
+        if operations := list(dict.fromkeys(each.collective or each for each in pending)):
+            # Else a later operation reports the loss; the control connection may know the reason by then.
             self.fail(operations, ConnectionLostError(reason, peer))
 
     def on_error(self, peer: int, cause: Cause, detail: str) -> None:

@@ -13,7 +13,8 @@ If the host of that store is lost, the new group needs another store.
 Tensors of GPUs are copied through pinned memory of the host, on streams of their own; this has not run on a GPU yet. A receive needs a
 source rank.
 
-Each group has a daemon thread with an event loop that runs the operations. So any thread may wait for them, also those of autograd.
+Each group has a daemon thread with an event loop that runs the operations. So any thread may wait for them, also those of autograd. A
+thread that waits for a send or receive serves its connection itself.
 """
 
 import weakref
@@ -28,12 +29,13 @@ from torch._C._distributed_c10d import Store, Work
 from torch.distributed import Backend, ProcessGroup, ReduceOp
 
 from multiworld.collectives import movement, reductions
-from multiworld.errors import BrokenWorldException, Cause
+from multiworld.errors import BrokenWorldException, Cause, WorldError
+from multiworld.execution.outcome import Outcome
 from multiworld.group_forming import form, form_through, make_manager
 from multiworld.manager import DEFAULT_PORT
 from multiworld.ops import p2p
 from multiworld.ops.buffers import check_distinct
-from multiworld.ops.operation import Operation
+from multiworld.ops.operation import Message, Operation
 from multiworld.progress import GroupBrokenError, ProgressThread, WorldWork, never_compiled
 from multiworld.world import World
 
@@ -224,10 +226,10 @@ class WorldProcessGroup(ProcessGroup):
         return self._start([], [reductions.barrier(self.world.facts)], opts)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        return self._start([], [p2p.send(self.world.facts, each, dst, tag) for each in tensors])
+        return _transfer(self, [], p2p.send(self.world.facts, _only(tensors), dst, tag))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        return self._start(tensors, [p2p.recv(self.world.facts, each, src, tag) for each in tensors])
+        return _transfer(self, tensors, p2p.recv(self.world.facts, _only(tensors), src, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         raise NotImplementedError("a world has no receive from any rank; name the source")
@@ -267,9 +269,33 @@ class WorldProcessGroup(ProcessGroup):
         return WorldWork(results, self._progress.run(_carry_out(self.world, operations, timeout_s)), devices)
 
 
+def _transfer(group: WorldProcessGroup, results: Sequence[Tensor], operation: Message) -> Work:
+    """Start a send or receive on this thread, and not on the progress thread, which would cost two switches.
+
+    No method, because each method costs some microseconds for the compiler; see `never_compiled`.
+    """
+    operation.capture_stream()
+    torch.autograd.graph.increment_version(results)
+    operation.outcome = outcome = Outcome()
+    devices = {each.device for each in results if each.is_cuda}
+    try:
+        group._progress.check()
+        return WorldWork(results, outcome, devices, group.world.start_on_thread(operation, group._timeout_s))
+    except (WorldError, RuntimeError) as error:
+        outcome.complete(error)
+        return WorldWork(results, outcome, devices)
+
+
 async def _carry_out(world: World, operations: Sequence[Operation], timeout_s: float | None) -> None:
     for operation in [world.start(each, timeout_s=timeout_s) for each in operations]:
         await operation.finish()
+
+
+def _only(tensors: list[Tensor]) -> Tensor:
+    """Return the tensor of a send or receive. Torch's groups take no more than one either."""
+    if len(tensors) != 1:
+        raise ValueError(f"expected a list of one tensor, got {len(tensors)}; start one operation for each")
+    return tensors[0]
 
 
 def _reduction(opts: Any) -> Any:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import inspect
 import weakref
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import DistBackendError
 
 from multiworld.errors import Cause
+from multiworld.execution.outcome import Outcome
 from multiworld.execution.threads import DaemonThread
 from multiworld.manager import WorldManager
 
@@ -23,6 +24,7 @@ _CLOSE_S = 20.0
 """Longer than `WorldManager.aclose` takes."""
 _LAST_S = 1.0
 """How long a thread that ends waits until the operations of its worlds, which have ended, have failed."""
+_ENDED = "the progress thread of the group has ended"
 
 T = TypeVar("T")
 
@@ -60,6 +62,11 @@ class ProgressThread:
         """Start the thread. Raises RuntimeError when it does not start."""
         self._thread.start()
         _started.add(self)
+
+    def check(self) -> None:
+        """Raises RuntimeError unless the thread is alive. It is not in a forked process, which must not use connections of its parent."""
+        if not self._thread.is_alive():
+            raise RuntimeError(_ENDED)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop. Coroutines start in the order of these calls."""
@@ -121,7 +128,7 @@ async def _report_failures() -> None:
 
 def _fail(outcome: Future[Any]) -> None:
     with contextlib.suppress(InvalidStateError):  # complete
-        outcome.set_exception(RuntimeError("the progress thread of the group has ended"))
+        outcome.set_exception(RuntimeError(_ENDED))
 
 
 @never_compiled
@@ -132,10 +139,18 @@ class WorldWork(Work):
         results: the value of `get_future` and `result`: the tensors that the operation writes.
         outcome: completes with the operation.
         devices: the GPUs of the results.
+        serve: called by a thread that waits, with a limit in seconds. May return before the outcome is known.
     """
 
-    def __init__(self, results: Sequence[Any], outcome: Future[None], devices: Iterable[torch.device] = ()) -> None:
+    def __init__(
+        self,
+        results: Sequence[Any],
+        outcome: Future[None] | Outcome,
+        devices: Iterable[torch.device] = (),
+        serve: Callable[[float | None], None] = lambda _: None,
+    ) -> None:
         super().__init__()
+        self._serve = serve
         self._devices: list[int | str | torch.device] = [*devices]
         self._results = list(results)
         self._outcome = outcome
@@ -147,9 +162,11 @@ class WorldWork(Work):
             GroupBrokenError: the group has ended.
             DistBackendError: the timeout expired.
         """
-        limit_s = timeout.total_seconds()
+        limit_s = timeout.total_seconds() if timeout > timedelta(0) else None
         try:
-            error = self._outcome.exception(limit_s if limit_s > 0 else None)
+            if not self._outcome.done():
+                self._serve(limit_s)
+            error = self._outcome.exception(limit_s)
         except TimeoutError:
             raise DistBackendError(
                 f"the operation is not complete after {limit_s:g} s; wait again, or abort the group"

@@ -27,7 +27,7 @@ from multiworld.execution.store import ControlStore
 from multiworld.membership.acceptor import Acceptor
 from multiworld.membership.forming import Forming
 from multiworld.ops import p2p
-from multiworld.ops.operation import Operation, View
+from multiworld.ops.operation import Message, Operation, View
 from multiworld.ops.validation import WorldFacts
 from multiworld.pending import PendingOperations
 
@@ -200,6 +200,13 @@ class World:
         if self.state is WorldState.JOINING:
             raise WorldError(self.name, "still joining: await its initialisation before using it")
         return self._operations.start(operation, timeout_s)
+
+    def start_on_thread(self, operation: Message, timeout_s: float | None) -> Callable[[float | None], None]:
+        """Start a send or receive on a thread without an event loop. Returns what waits at most so many seconds for its `outcome`.
+
+        The world's event loop completes it if no thread waits. Otherwise like `start`.
+        """
+        return self._operations.start_on_thread(operation, timeout_s)
 
     # -- ending --------------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from multiworld.execution import cuda
+from multiworld.execution.outcome import Outcome
 from multiworld.ops.buffers import byte_view
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,10 @@ class Operation:
     """Called when the caller is cancelled while the operation is pending. Returns the error that the world ended with."""
     task: asyncio.Task[None] | None = None
     """The task that runs the algorithm of a collective."""
+    outcome: Outcome | None = None
+    """Completes instead of `future` if a thread without an event loop has started the operation."""
+    due_s: float = math.inf
+    """When the world breaks if an operation with an `outcome` is still pending, by `time.monotonic`."""
     timer: asyncio.TimerHandle | None = None
     posted: bool = False
     """Whether `World.start` has returned the operation to its caller."""
@@ -107,6 +113,9 @@ class Operation:
 
         No effect if the operation is already complete or its event loop is closed.
         """
+        if self.outcome is not None:
+            self.outcome.complete(error)
+            return
         loop = self.future.get_loop()
         try:
             if asyncio._get_running_loop() is not loop:

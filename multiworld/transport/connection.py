@@ -116,6 +116,8 @@ class PeerConnection:
         self._lock = lock
         self._poller = poller
         self._mask = select.EPOLLIN
+        self._claimed = False  # a thread that waits for a message reads the socket
+        self._on_demand = False  # polled for input only while a message is pending; after the first claim
         self.queues = MessageQueues()
         self._queued: deque[bytes] = deque()  # frames of `queue_frame`
         # Part of the first output, or its head, is already written: nothing may be inserted before it.
@@ -154,6 +156,25 @@ class PeerConnection:
         while (message := self.queues.pop_ready(tag)) is not None:
             self._payloads.enqueue(self, message)
         self.flush()
+
+    def claim(self) -> bool:
+        """Let this thread read the socket, not the event loop, until `release`. Returns False if another thread does, or after the end.
+
+        From then on, input is polled only while a message is pending: a credit between two messages, which `send` reads, would wake the
+        event loop, whose thread would compete for the GIL.
+        """
+        with self._lock:
+            if self._claimed or self.end_reason is not None:
+                return False
+            self._claimed = self._on_demand = True
+            self._poll()
+            return True
+
+    def release(self) -> None:
+        """Let the event loop read the socket."""
+        with self._lock:
+            self._claimed = False
+            self._poll()
 
     def move(self, poller: Poller) -> None:
         """Move the connection to the poller of another event loop."""
@@ -301,17 +322,15 @@ class PeerConnection:
         self.flush()
 
     def _insert_first(self, frame: bytes) -> None:
-        at = int(self._partly_written)
-        if at and self.outbox[0].joined:  # a partly written head, which its message must follow
-            at += 1
+        # A partly written head must be followed by its message.
+        at = self._partly_written + (self._partly_written and self.outbox[0].joined)
         self.outbox.insert(at, Output(frame))
 
     def flush(self) -> None:
         """Write what the kernel accepts now."""
         while self._queued:
             self._insert_first(self._queued.popleft())
-        remaining = _EVENT_BYTES
-        outbox = self.outbox
+        remaining, outbox = _EVENT_BYTES, self.outbox
         while outbox and remaining > 0:
             try:
                 sent = self._payloads.write(self)
@@ -334,7 +353,14 @@ class PeerConnection:
                 self._partly_written = True
             for message in completed:  # after the outbox is updated, because the owner may send more
                 self.owner.on_transferred(message)
-        mask = select.EPOLLIN | select.EPOLLOUT if outbox and not self._payloads.waiting else select.EPOLLIN
+        self._poll()
+
+    def _poll(self) -> None:
+        """Let the event loop poll the socket for what this connection waits for now."""
+        idle = self._on_demand and (self._claimed or not (self.outbox or self._incoming or self.queues.pending))
+        mask = 0 if idle else select.EPOLLIN
+        if self.outbox and not self._payloads.waiting:
+            mask |= select.EPOLLOUT
         if mask != self._mask and self.end_reason is None:
             self._mask = mask
             self._poller.modify(self.sock.fileno(), mask)

@@ -10,6 +10,7 @@ import os
 import select
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 
 class Poller:
@@ -34,6 +35,11 @@ class Poller:
         here = asyncio._get_running_loop() is loop
         with contextlib.suppress(RuntimeError):
             (loop.call_soon if here else loop.call_soon_threadsafe)(callback)
+
+    def call_later(self, delay_s: float, callback: Callable[[], object]) -> None:
+        """Call `callback` on the event loop after `delay_s` seconds; never if the loop is closed. Does not block."""
+        if (loop := self._loop()) is not None:
+            self.call_soon(partial(loop.call_later, delay_s, callback))
 
     def register(self, fd: int, on_event: Callable[[int], None], mask: int) -> None:
         """Call `on_event` with the events when one in `mask` has occurred, and again while data remains. It must not raise.

@@ -21,6 +21,11 @@ class MessageQueues:
         self._credits: dict[int, int] = {}  # by tag, not used yet
         self._total_credits = 0
 
+    @property
+    def pending(self) -> bool:
+        """Return whether a message waits for its transfer."""
+        return bool(self._receives or self._sends)
+
     def add_receive(self, message: Message) -> None:
         self._receives.setdefault(message.tag, deque()).append(message)
 

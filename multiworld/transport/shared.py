@@ -40,6 +40,7 @@ _MAX_LEASES = 256
 """Messages in place that the peer has not released; more are copied, because each may hold a descriptor."""
 _MAX_FDS = 4
 """Received descriptors that wait for their frame."""
+_CUT = int(socket.MSG_CTRUNC)  # an operation on a member of the enumeration takes several microseconds
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -171,7 +172,7 @@ class SharedPayloads(SocketPayloads):
         for level, kind, data in messages:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._fds.extend(memoryview(data[: len(data) & ~3]).cast("i"))
-        if flags & socket.MSG_CTRUNC:
+        if flags & _CUT:
             raise OSError("a descriptor that it sent was lost: this process has too many open files")
         if len(self._fds) > _MAX_FDS:
             raise ValueError("it sent descriptors that it did not announce")

@@ -103,6 +103,52 @@ def test_wait_that_expires_leaves_the_operation_pending(groups: list[WorldProces
     assert got.tolist() == [1.0, 1.0]
 
 
+def pass_one(groups: list[WorldProcessGroup]) -> None:
+    """Send from 1 to 0, so that a thread has read each of their connections itself."""
+    with ThreadPoolExecutor(2) as threads:
+        received = threads.submit(lambda: groups[0].recv([torch.zeros(1)], 1).wait())
+        threads.submit(lambda: groups[1].send([torch.ones(1)], 0).wait()).result()
+        assert received.result()
+
+
+def test_threads_that_wait_on_one_connection_get_their_own_messages(groups: list[WorldProcessGroup]) -> None:
+    got = torch.zeros(8, 2)
+    with ThreadPoolExecutor(8) as threads:
+        waits = [
+            threads.submit(groups[0].recv([got[:, 0][tag : tag + 1] if tag % 2 else got[tag, :1]], 1, tag).wait)
+            for tag in range(8)
+        ]
+        for tag in reversed(range(8)):
+            groups[1].send([torch.full((1,), 1.0 + tag)], 0, tag).wait()
+        assert all(wait.result() for wait in waits)
+    assert got[:, 0].tolist() == [1.0 + tag for tag in range(8)]
+
+
+def test_wait_ends_when_another_thread_completes_the_receive(groups: list[WorldProcessGroup]) -> None:
+    columns = torch.zeros(3, 2)  # not contiguous: a thread of the world copies the received column
+    with ThreadPoolExecutor(1) as threads:
+        wait = threads.submit(groups[0].recv([columns[:, 1]], 1, 5).wait)
+        groups[1].send([torch.ones(3)], 0, 5).wait()
+        assert wait.result()
+    assert columns.sum() == 3
+
+
+def test_operation_that_no_thread_waits_for_completes(groups: list[WorldProcessGroup]) -> None:
+    pass_one(groups)
+    sent = groups[0].send([torch.ones(1)], 1, 9)
+    assert not sent.is_completed()
+    groups[1].recv([got := torch.zeros(1)], 0, 9).wait()
+    received = groups[0].recv([got], 1, 9)
+    groups[1].send([torch.full((1,), 3.0)], 0, 9)
+    assert received.get_future().wait() is not None
+    assert (sent.get_future().wait(), got.item()) == ([], 3.0)
+
+
+def test_list_of_several_tensors_is_refused(groups: list[WorldProcessGroup]) -> None:
+    with pytest.raises(ValueError, match="expected a list of one tensor, got 2"):
+        groups[0].send(zeros(2, 1), 1)
+
+
 Strike = Callable[[WorldProcessGroup], object]
 ENDS: dict[str, tuple[Cause, Strike]] = {
     "leaves": (Cause.LEFT, WorldProcessGroup.close),
@@ -120,7 +166,11 @@ def test_pending_and_later_operations_fail_when_a_member(cause: Cause, strike: S
     groups = form(3)
     works = [groups[0].allreduce([torch.ones(2)]), groups[1].recv([torch.ones(2)], 0)]
     future = works[0].get_future()
-    strike(groups.pop())
+    pass_one(groups)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(groups[1].recv([torch.ones(2)], 0, 1).wait)
+        strike(groups.pop())
+        assert isinstance(waiting.exception(), GroupBrokenError)
     for work in (*works, groups[0].barrier()):
         with pytest.raises(GroupBrokenError, match="form a new group") as caught:
             work.wait()
