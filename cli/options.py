@@ -4,6 +4,7 @@ import argparse
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
@@ -43,6 +44,8 @@ _IN_SHORT_HELP = {
 HELP = frozenset({"-h", "--help", "--help-all"})
 _NARGS = {(False, False): "?", (False, True): None, (True, False): "*", (True, True): "+"}
 """Of arguments, by whether they are a list and whether they are required."""
+_CHANNELS = re.compile(r"(\0--(?:mean|std))\0([\d.]+)\0([\d.]+)\0([\d.]+)(?=\0|$)")
+"""Three numbers after an option that takes R,G,B."""
 _REPEATED = ("leader", "model", "url", "allow")
 """Options that may be repeated: their values are joined by commas."""
 
@@ -88,7 +91,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return the values that are given, by the names of their fields."""
-        found, unknown = self.parse_known_intermixed_args(arguments)
+        text = _CHANNELS.sub(r"\1\0\2,\3,\4", "\0".join(["", *arguments]))
+        found, unknown = self.parse_known_intermixed_args(text.split("\0")[1:])
         if unknown:
             self.error(f"unknown argument {unknown[0]}{nearest(unknown[0], self._option_string_actions)}")
         return {

@@ -148,14 +148,13 @@ class Session:
             self._end_if_device_failed()
             raise
         assert stage.loaded is not None, "`load` has returned"
-        made = stage.loaded.optimized
         self._metrics.stage_loaded(spec.index)
         self.serving = True
         how = f"loaded in {load_s:.2f} s" if load_s else "is in memory already"
         logger.info(
-            "world=%s generation=%d stage=%d/%d model=%s@%s blocks=%s..%s %s execution_mode=%s (%s)",
+            "world=%s generation=%d stage=%d/%d model=%s@%s blocks=%s..%s %s execution_mode=%s",
             *(world.name, world.generation, spec.index, spec.num_stages),
-            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], how, made.mode, made.why),
+            *(spec.model, spec.version, spec.blocks[0], spec.blocks[-1], how, stage.loaded.optimized),
         )
         release_free_memory()
         return Loaded()

@@ -147,7 +147,7 @@ async def _compile_and_replace(engine: Engine, serving: "weakref.ref[LoadedStage
         found = serving()
         if made is not None and found is not None:
             found.replace(made)
-            logger.info("stage=%d execution_mode=%s (%s)", index, made.optimized.mode, made.optimized.why)
+            logger.info("stage=%d execution_mode=%s", index, made.optimized)
     except (CompileError, MemoryError) as error:
         logger.warning("stage=%d stays as with --optimize fused, it cannot be compiled: %s", index, error)
     except Exception:

@@ -62,7 +62,8 @@ class ExportOptions(Options):
     image_size: int | None = setting(
         None, "Images and labels", names=("--image-size", "--crop"), metavar="PIXELS", ge=1
     )
-    """The model takes images of this size. The bundle normalizes them itself. Default for torchvision: as published."""
+    """The model takes images of this size. The bundle normalizes them itself, with --mean and --std. Default for torchvision: as
+    published."""
     resize: int | None = setting(None, "Images and labels", metavar="PIXELS", ge=1)
     """Shorter side of an image before the crop; by default 8/7 of the image size."""
     mean: Channels | None = setting(None, "Images and labels", metavar="R,G,B", allowed=_CHANNELS)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,6 +60,16 @@ class OptimizedStage:
         with self.mode.active(batch.device):
             output: Tensor = self.module(batch)
         return output
+
+    def __str__(self) -> str:
+        """Method, precision, which is that of most weights, and the reason, for the log."""
+        elements = Counter[torch.dtype]()
+        for weight in chain(self.module.parameters(), self.module.buffers()):
+            if weight.is_floating_point():
+                elements[weight.dtype] += weight.numel()
+        dtype = max(elements, key=elements.__getitem__, default=self.mode.dtype)
+        precision = self.mode.precision if dtype == self.mode.dtype else str(dtype).removeprefix("torch.")
+        return f"{self.mode.method}/{precision} ({self.why})"
 
 
 def optimize(

@@ -18,7 +18,7 @@ from multiworld_serving.models.export.trace import capture
 from multiworld_serving.models.optimize import optimizing, tuning
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
 from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable
-from multiworld_serving.models.optimize.optimizing import folded, optimize
+from multiworld_serving.models.optimize.optimizing import OptimizedStage, folded, optimize
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.transfers import Transfers
@@ -185,6 +185,14 @@ def test_bundle_is_computed_as_written_with_a_warning_when_a_rewrite_fails(
     assert ("of a rewrite" if fault == "raises" else "nan off") in found.why
     assert f"stage 0 is computed as written, slower and in float32: {found.why}" in caplog.text
     check(stages(bundle)[0], found.module, rows, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_log_names_the_precision_of_the_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    stage = stages(classifier_bundle(tmp_path / "bundle"))[0]
+    lowered = folded(stage, Workload(4, (1,)), dtype)
+    for module in (lowered, stage.to(dtype)):  # the latter as of a model that was exported in this precision
+        assert str(OptimizedStage(module, ExecutionMode("fused"), "fast")) == f"fused/{str(dtype)[6:]} (fast)"
 
 
 # -- modes and deviations --------------------------------------------------------------------------------------------------

@@ -40,13 +40,28 @@ def computed(*tensors: Tensor) -> Tensor:
 
 def test_export_writes_a_bundle_with_labels_when_images_are_described(capsys: pytest.CaptureFixture[str]) -> None:
     Path("labels.txt").write_text("a\nb\nc\n")
-    options = ["--image-size", "8", "--labels", "labels.txt", "--stages", "2", "--version", "7"]
-    assert main(["export", "m.py:convolutions", "-o", "my flowers.zip", "--max-batch-size", "4", *options]) == 0
-    assert "at batch 1, 2, 4" in capsys.readouterr().out
+    options = [
+        "--image-size",
+        "8",
+        "--mean",
+        "0",
+        "0.5",
+        "0",
+        "--labels",
+        "labels.txt",
+        "--stages",
+        "2",
+        "--version",
+        "7",
+    ]
+    assert main(["export", *options, "m.py:convolutions", "-o", "my flowers.zip", "--max-batch-size", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "at batch 1, 2, 4" in printed
+    assert "mean (0.0, 0.5, 0.0), std (0.229, 0.224, 0.225)" in printed
     manifest = read_bundle(Path("my flowers.zip")).manifest
     assert (manifest.name, manifest.version, manifest.labels) == ("my_flowers", "7", ("a", "b", "c"))
     assert manifest.image is not None
-    assert (manifest.image.crop_size, manifest.image.resize_size) == (8, 9)
+    assert (manifest.image.crop_size, manifest.image.resize_size, manifest.image.mean) == (8, 9, (0, 0.5, 0))
     assert len(manifest.cuts) == 1
 
 
