@@ -14,7 +14,7 @@ GRPC     := server/frontend/api/oip_grpc
 BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost elastic
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test containers check dist fmt rules bench chaos peers throughput gpu soak mutants proto docs clean
+.PHONY: help install serve test containers check dist fmt rules bench chaos peers throughput gpu soak mutants proto docs release clean
 .SILENT:
 
 help: ## List all targets.
@@ -90,6 +90,12 @@ dist: $(STAMP) ## Build wheel and sdist of multiworld-serving, multiworld and mu
 	$(BIN)/python -m build --outdir dist packaging/library
 	$(BIN)/python -m build --outdir dist packaging/client
 	$(BIN)/python -m twine check --strict dist/*
+
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+release: dist ## Build all that a release publishes: dist/, and the image multiworld-serving:VERSION, for example: make release ARGS="--build-arg TORCH_INDEX=…".
+	docker build $(ARGS) --label org.opencontainers.image.version=$(VERSION) --tag multiworld-serving:$(VERSION) .
+	docker run --rm multiworld-serving:$(VERSION) --version
 
 clean: ## Remove all generated files, including the virtual environments.
 	rm -rf $(VENV) .venv-peers .venv-docs .venv-proto build dist site *.egg-info packaging/*/build packaging/*/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
