@@ -159,7 +159,7 @@ class OpenRequest:
             self.hold(len(chunk))
             more = message.get("more_body", False)
             if chunk and not more and not body.tell():
-                return chunk
+                return bytes(chunk)
             body.write(chunk)
         if not body.tell() and not allow_empty:
             raise InvalidBodyError("the body is empty; send an image file in it")

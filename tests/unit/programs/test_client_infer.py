@@ -31,7 +31,7 @@ async def test_infer_sends_named_arrays_and_returns_the_outputs() -> None:
         client = await client_of(running.client)
         found = await client.infer({"mask": torch.tensor([[True] * 3] * 2), "ids": IDS})
         with pytest.raises(InvalidRequestError, match="the model takes INT64"):
-            await client.infer({"ids": IDS.astype(np.int32), "mask": IDS > 0})
+            await client.infer({"ids": IDS.astype(np.float32), "mask": IDS > 0})
     assert found["sums"].tolist() == [6.0, 15.0]
     assert (found["halves"].dtype, found["halves"].tolist()) == (np.float32, (IDS / 2).tolist())
     assert np.array_equal(found["ids"], IDS)
