@@ -157,8 +157,10 @@ class OpenRequest:
             chunk = message.get("body", b"")
             self._check_size(body.tell() + len(chunk))
             self.hold(len(chunk))
-            body.write(chunk)
             more = message.get("more_body", False)
+            if chunk and not more and not body.tell():
+                return chunk
+            body.write(chunk)
         if not body.tell() and not allow_empty:
             raise InvalidBodyError("the body is empty; send an image file in it")
         return body.getvalue()  # no copy
