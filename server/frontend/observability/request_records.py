@@ -20,6 +20,7 @@ from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.service.errors import STATUS_OF_REASON
 from multiworld_serving.common.service.model_versions import Share
 from multiworld_serving.common.service.predictor import Prediction, Trace
+from multiworld_serving.server.frontend.observability.request_times import Times, duration, phases
 from multiworld_serving.server.frontend.observability.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
@@ -103,18 +104,6 @@ class RequestRecord:
         record = scope[_SCOPE_KEY]
         assert isinstance(record, cls)
         return record
-
-
-@dataclass(slots=True)
-class _Times:
-    """Sums of requests with the same outcome, or of batches of the same size, to which each image contributes an equal share."""
-
-    count: float = 0
-    total_s: float = 0.0
-    queue_s: float = 0.0
-    input_s: float = 0.0
-    compute_s: float = 0.0
-    output_s: float = 0.0
 
 
 class RequestRecorder:
@@ -248,8 +237,8 @@ class ModelRequests:
         self._recent: deque[tuple[int, float]] = deque(maxlen=_MAX_RECENT)
         self._last_unix_s = 0.0
         self._inferences = 0
-        self._success, self._fail = _Times(), _Times()
-        self._batches: dict[int, _Times] = {}
+        self._success, self._fail = Times(), Times()
+        self._batches: dict[int, Times] = {}
         """By size."""
         self._children: dict[tuple[object, ...], Any] = {}
         """Series by family and labels: looking up labels takes longer than counting."""
@@ -303,7 +292,7 @@ class ModelRequests:
         images = prediction.output.shape[0]
         self._inferences += images
         self._child(self._families.images, record.version).inc(images)
-        share, batch = images / prediction.batch_size, self._batches.setdefault(prediction.batch_size, _Times())
+        share, batch = images / prediction.batch_size, self._batches.setdefault(prediction.batch_size, Times())
         batch.count += share
         batch.input_s += prediction.transfer_s * share
         batch.compute_s += prediction.compute_s * share
@@ -354,16 +343,16 @@ class ModelRequests:
             "inference_count": self._inferences,
             "execution_count": round(sum(batches.count for batches in self._batches.values())),
             "inference_stats": {
-                "success": _duration(success.count, success.total_s),
-                "fail": _duration(self._fail.count, self._fail.total_s),
-                "queue": _duration(success.count, success.queue_s),
-                **_phases(success, success.count),
-                "cache_hit": _duration(0, 0),
-                "cache_miss": _duration(0, 0),
+                "success": duration(success.count, success.total_s),
+                "fail": duration(self._fail.count, self._fail.total_s),
+                "queue": duration(success.count, success.queue_s),
+                **phases(success, success.count),
+                "cache_hit": duration(0, 0),
+                "cache_miss": duration(0, 0),
             },
             "response_stats": {},
             "batch_stats": [
-                {"batch_size": size, **_phases(batches, batches.count * size)}
+                {"batch_size": size, **phases(batches, batches.count * size)}
                 for size, batches in sorted(self._batches.items())
             ],
             "memory_usage": [],
@@ -395,15 +384,3 @@ def _end_span(traces: RequestTraces, scope: Scope, record: RequestRecord) -> Non
     if record.trace is not None:
         traces.add_trace(record.span, record.trace, record.deadline_s - record.trace.deadline_s)
     traces.end(record.span, attributes, record.reason if record.status >= 500 else "")
-
-
-def _phases(times: _Times, outputs: float) -> dict[str, dict[str, int]]:
-    return {
-        "compute_input": _duration(times.count, times.input_s),
-        "compute_infer": _duration(times.count, times.compute_s),
-        "compute_output": _duration(outputs, times.output_s),
-    }
-
-
-def _duration(count: float, seconds: float) -> dict[str, int]:
-    return {"count": round(count), "ns": round(seconds * 1e9)}
