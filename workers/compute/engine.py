@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor, nn
 
 from multiworld_serving.common.config.process import check_memory, release_free_memory
@@ -294,8 +295,15 @@ class Engine:
     async def _warmed_up(
         self, owner: object, spec: BundleStageSpec, max_batch_size: int, optimized: OptimizedStage
     ) -> LoadedStage:
-        """Run the shapes that batches will have, and find out how many threads to compute them on."""
+        """Run the shapes that batches will have, and find out how many threads to compute them on: those of another version if known."""
         share = self._threads
+        for other in self.stages.values():
+            is_version = isinstance(other.spec, BundleStageSpec) and spec == replace_fields(
+                other.spec, version=spec.version
+            )
+            if is_version and other.optimized.mode == optimized.mode and self.device.type == "cpu":
+                await self.loader.run(owner, partial(self._timed_s, optimized, spec.example(1), other.row_threads))
+                return LoadedStage(spec, optimized, other.row_threads, other.batch_threads)
         for threads in (share, 1):  # the last one is the time of a row on one thread
             row_s = await self.run(owner, partial(self._timed_s, optimized, spec.example(1), threads))
         found = [share, share]

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -95,6 +97,19 @@ async def test_error_on_a_cpu_is_no_loss_of_a_device(engine: Engine) -> None:
     with pytest.raises(ZeroDivisionError):
         await engine.run("one", lambda: 1 / 0)
     assert not engine.device_failed
+
+
+async def test_thread_that_serves_measures_nothing_while_another_version_is_loaded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_bundle_plan(read_bundle(PREVIEW), 1)[0]
+    task = StageTask(plan.spec, sent_weights(plan), 2, Tuning(optimize="fused"))
+    first = engine.stages["first"] = await engine.load("one", task)
+    first.row_threads, first.batch_threads = 3, 5
+    monkeypatch.setattr(engine, "run", None)
+    other = replace(task, spec=msgspec.structs.replace(plan.spec, version="2"))
+    made = await engine.load("one", other)
+    assert (made.row_threads, made.batch_threads) == (3, 5)
 
 
 async def test_stage_is_computed_in_the_assigned_execution_mode(engine: Engine) -> None:
