@@ -121,8 +121,11 @@ def encode(kind: Kind, number: int = 0, body: Any = None, payload: bytes | memor
     """One message, padded so that the next one is aligned."""
     text = b"" if body is None else _ENCODER.encode(body)
     text += b" " * (-(_HEAD.size + len(text)) % _ALIGNED_BYTES)
-    head, rest = _HEAD.pack(kind, number, len(text), len(payload)), bytes(-len(payload) % _ALIGNED_BYTES)
-    return bytearray().join((head, text, payload, rest))
+    data = bytearray(_HEAD.pack(kind, number, len(text), len(payload)))
+    data += text
+    data += payload
+    data += bytes(-len(data) % _ALIGNED_BYTES)
+    return data
 
 
 def rows_payload(rows: Tensor) -> memoryview:

@@ -151,7 +151,7 @@ class LeaderPool:
         Leaders reject a request at its deadline. If the leader does not reply, the caller cancels soon after the deadline.
         Cancelling withdraws the request: it is not sent again, and a late output is dropped.
         """
-        row_bytes = rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
+        count, row_bytes = rows.shape[0], rows.shape[1] if self.model.result().input_rows.row_shape is None else 0
         store = self.edges.store
         sending = Resending(self.leaders, self._relaying, self.metrics, self.name)
         number = None if sending.relay else store.put(self, rows)
@@ -164,18 +164,18 @@ class LeaderPool:
                     await self._wait_for_leader(deadline_s)
                     continue
                 tensor, left_s = None if sending.relay else number, deadline_s - time.monotonic()
-                message = Predict(request_id, left_s, key, len(rows), tensor, row_bytes, sending.relay, traced, route)
+                message = Predict(request_id, left_s, key, count, tensor, row_bytes, sending.relay, traced, route)
                 payload = rows_payload(rows) if tensor is None else b""
                 sending.holders += 1
                 try:
                     reply = await link.connected().call(message, payload, timeout_s=None)
-                    output = await self._output(reply, len(rows))
+                    output = await self._output(reply, count)
                     break
                 except FAILURES as error:
                     if not await sending.after(error, link):
                         raise
         except BaseException as error:
-            if isinstance(error, OverloadedError) and len(rows) == 1:  # a leader may have room for fewer rows
+            if isinstance(error, OverloadedError) and count == 1:  # a leader may have room for fewer rows
                 now_s = time.monotonic()
                 refusal = OverloadedError(error.detail, retry_after_s=error.retry_after_s)
                 self._overload = _Overload(refusal, now_s + _REFUSE_S, _SIMILAR * (deadline_s - now_s))

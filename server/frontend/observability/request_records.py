@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
-from prometheus_client import Counter, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 from starlette.types import Scope
 
 from multiworld_serving.common.metrics import ProgramMetrics
@@ -20,10 +20,12 @@ from multiworld_serving.common.observers import suppress_errors
 from multiworld_serving.common.service.errors import STATUS_OF_REASON
 from multiworld_serving.common.service.model_versions import Share
 from multiworld_serving.common.service.predictor import Prediction, Trace
-from multiworld_serving.server.frontend.observability.outcome_times import OutcomeTimes, duration, phases
+from multiworld_serving.server.frontend.observability.request_times import Times, duration, phases
 from multiworld_serving.server.frontend.observability.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
+
+Family = TypeVar("Family", bound=MetricWrapperBase)
 
 InferenceProtocol = Literal["predict", "v2", "grpc", "openai"]
 """The inference API of a request."""
@@ -235,26 +237,25 @@ class ModelRequests:
         self._recent: deque[tuple[int, float]] = deque(maxlen=_MAX_RECENT)
         self._last_unix_s = 0.0
         self._inferences = 0
-        self._success, self._fail = OutcomeTimes(), OutcomeTimes()
-        self._batches: dict[int, OutcomeTimes] = {}
+        self._success, self._fail = Times(), Times()
+        self._batches: dict[int, Times] = {}
         """By size."""
-        self._series: dict[tuple[str, InferenceProtocol | None, int, str], tuple[Counter, Histogram, Counter]] = {}
-        """Of requests, durations and images by version and outcome: looking up labels takes longer than counting."""
+        self._children: dict[tuple[object, ...], Any] = {}
+        """Series by family and labels: looking up labels takes longer than counting."""
 
     def declare(self, model: str, version: str, protocols: Sequence[InferenceProtocol]) -> None:
         """Create the series of the possible outcomes with value 0, so that the first one is an increase."""
         self.model, self._protocols = model, protocols
         self._families.slow.labels(model)
-        self._series.clear()
+        self._children.clear()
         self._use(version)
 
     def add(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         code, duration_s = record.status, record.duration_s
         self._use(record.version)
-        ended, duration, images = self._series_of(record)
-        ended.inc()
-        duration.observe(duration_s)
+        self._child(self._families.ended, record.version, record.protocol, code, record.reason).inc()
+        self._child(self._families.duration, record.protocol, code).observe(duration_s)
         self._recent.append((code, duration_s))
         if code not in _NOT_FOR_THE_MODEL:
             self._last_unix_s = time.time()
@@ -264,7 +265,6 @@ class ModelRequests:
             if code == 200 and duration_s > self._slow_s:
                 self._families.slow.labels(self.model).inc()
             if code == 200 and record.prediction is not None:
-                images.inc(record.prediction.output.shape[0])
                 self._add_prediction(record, record.prediction)
 
     def set_share(self, share: Share) -> None:
@@ -282,22 +282,17 @@ class ModelRequests:
         if ended is not None:
             self._recent.append(ended)
 
-    def _series_of(self, record: RequestRecord) -> tuple[Counter, Histogram, Counter]:
-        outcome = record.version, record.protocol, record.status, record.reason
-        found = self._series.get(outcome)
+    def _child(self, family: Family, *labels: object) -> Family:
+        found = self._children.get((family, *labels))
         if found is None:
-            version, *how = outcome
-            found = self._series[outcome] = (
-                self._families.ended.labels(self.model, version, *how),
-                self._families.duration.labels(self.model, *how[:2]),
-                self._families.images.labels(self.model, version),
-            )
+            found = self._children[family, *labels] = family.labels(self.model, *labels)
         return found
 
     def _add_prediction(self, record: RequestRecord, prediction: Prediction) -> None:
         images = prediction.output.shape[0]
         self._inferences += images
-        share, batch = images / prediction.batch_size, self._batches.setdefault(prediction.batch_size, OutcomeTimes())
+        self._child(self._families.images, record.version).inc(images)
+        share, batch = images / prediction.batch_size, self._batches.setdefault(prediction.batch_size, Times())
         batch.count += share
         batch.input_s += prediction.transfer_s * share
         batch.compute_s += prediction.compute_s * share
@@ -326,7 +321,7 @@ class ModelRequests:
             former = {"model": self.model, "version": versions.pop(0)}
             self._families.images.remove_by_labels(former)
             self._families.ended.remove_by_labels(former)
-            self._series.clear()
+            self._children.clear()
 
     # For the status page
 

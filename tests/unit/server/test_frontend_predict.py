@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from multiworld_serving.common.daemon_threads import DaemonThreads
 from multiworld_serving.common.service import errors
-from multiworld_serving.common.service.errors import RequestRejected
+from multiworld_serving.common.service.errors import OverloadedError, RequestRejected
 from tests.unit.server.frontend_app import (
     MAX_BODY_BYTES,
     MODEL,
@@ -67,6 +68,20 @@ async def test_predict_returns_top_k_classes() -> None:
         by_query = await frontend.client.post("/predict?top_k=1", files={"image": image_bytes()})
     assert len(by_default.json()["predictions"]) == 2
     assert len(by_query.json()["predictions"]) == 1
+
+
+async def test_small_jpegs_are_decoded_without_a_thread(
+    frontend: RunningFrontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(*_: object) -> None:
+        raise OverloadedError("there is no thread")
+
+    monkeypatch.setattr(DaemonThreads, "run", none)
+    jpeg = image_bytes("green", file_format="JPEG")
+    raw = await frontend.client.post("/predict", content=jpeg, headers={"Content-Type": "image/jpeg"})
+    in_form = await frontend.client.post("/predict", files={"image": jpeg})
+    assert [each.json()["predictions"][0]["label"] for each in (raw, in_form)] == ["green", "green"]
+    assert (await frontend.client.post("/predict", content=IMAGE, headers=PNG)).status_code == 429
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------------------

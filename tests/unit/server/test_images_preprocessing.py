@@ -50,6 +50,14 @@ def test_scaling_and_cropping_equal_torchvision(size: tuple[int, int], resize_si
     assert (found - torchvision_pixels(image, resize_size, crop_size)).abs().max() <= 1
 
 
+@pytest.mark.parametrize("size", [(32, 32), (40, 40), (33, 64), (64, 50), (20, 40)], ids=str)
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_tiny_images_equal_torchvision_exactly(size: tuple[int, int], mode: str) -> None:
+    data = file_of(picture(*size).convert(mode), "JPEG")
+    expected = torchvision_pixels(Image.open(io.BytesIO(data)).convert("RGB"), 32, 32)
+    assert torch.equal(decode(data).float(), expected)
+
+
 @pytest.mark.parametrize("size", [(500, 375), (511, 300), (256, 256), (257, 511), (40, 33), (801, 200)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"quality": 30}], ids=str)
 def test_small_jpeg_is_within_one_gray_level_of_torchvision(size: tuple[int, int], options: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Sums of the times of requests, and the phases that the statistics of the Open Inference Protocol show."""
+"""Sums of the times of requests, as the statistics extension of the Open Inference Protocol reports them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class OutcomeTimes:
+class Times:
     """Sums of requests with the same outcome, or of batches of the same size, to which each image contributes an equal share."""
 
     count: float = 0
@@ -17,7 +17,8 @@ class OutcomeTimes:
     output_s: float = 0.0
 
 
-def phases(times: OutcomeTimes, outputs: float) -> dict[str, dict[str, int]]:
+def phases(times: Times, outputs: float) -> dict[str, dict[str, int]]:
+    """The times of input, computing and output; `outputs` is the number of outputs."""
     return {
         "compute_input": duration(times.count, times.input_s),
         "compute_infer": duration(times.count, times.compute_s),
@@ -26,4 +27,5 @@ def phases(times: OutcomeTimes, outputs: float) -> dict[str, dict[str, int]]:
 
 
 def duration(count: float, seconds: float) -> dict[str, int]:
+    """A number of events and the sum of their times."""
     return {"count": round(count), "ns": round(seconds * 1e9)}
