@@ -101,7 +101,7 @@ class ComputedBatch:
 
 
 class Engine:
-    """Loads stages and computes batches, one at a time or each on one thread. Each has an owner, the session that has submitted it.
+    """Loads stages and computes batches, one at a time. Each has an owner, the session that has submitted it.
 
     Args:
         nice: by how much the priority of its thread is lower than that of others, see nice(2).
@@ -128,8 +128,6 @@ class Engine:
         self.device_failed = False
         """True once this process can never use its GPU again."""
         self._jobs = JobThread(self._prepare, self._look_for_lost_device)
-        self._others: list[JobThread] = []
-        """Further threads for batches that take one thread each."""
 
     @property
     def loader(self) -> "Engine":
@@ -144,8 +142,7 @@ class Engine:
         """Let the thread end after all submitted jobs. Does not wait."""
         if self._loader not in (None, self):
             self._loader.close()
-        for thread in (self._jobs, *self._others):
-            thread.close()
+        self._jobs.close()
 
     def keep(self, stages: Iterable[LoadedStage]) -> None:
         """Keep these stages for the next leader for `KEEP_S`, or until memory for other ones is needed."""
@@ -163,12 +160,11 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a job is running."""
-        return any(thread.current is not None for thread in (self._jobs, *self._others))
+        return self._jobs.current is not None
 
     def job_of(self, owner: object) -> Job | None:
         """The running job, here or in the loader, that has this owner."""
-        threads = (self._jobs, *self._others, *([self._loader._jobs] if self._loader else ()))
-        running = (thread.current for thread in threads)
+        running = (engine._jobs.current for engine in (self, self._loader) if engine is not None)
         return next((job for job in running if job is not None and job.owner is owner), None)
 
     async def run(self, owner: object, call: Callable[[], Any], *, is_batch: bool = False) -> Any:
@@ -267,8 +263,6 @@ class Engine:
         objects = stage.objects
         arrived = self.transfers.to_device(batch) if objects is None else None
 
-        threads = stage.row_threads if len(batch) == 1 else stage.batch_threads
-
         def compute() -> Any:
             started_ns = time.perf_counter_ns()
             if arrived is None:
@@ -276,15 +270,14 @@ class Engine:
                 with torch_threads(stage.row_threads), torch.inference_mode():
                     output = objects.compute(self.transfers.writable(batch), allocate)
                 return ComputedBatch(output, time.perf_counter_ns() - started_ns, (started_ns - asked_ns) // 1000)
-            with torch_threads(threads):
+            with torch_threads(stage.row_threads if len(batch) == 1 else stage.batch_threads):
                 rows = arrived().to(stage.spec.input_rows.dtype)
                 arriving = self._forward(stage.optimized, rows, float32_as, allocate)
 
             def finish() -> ComputedBatch:
                 output, began_ns = arriving(), max(started_ns, self._ended_ns)  # a GPU computes one batch after another
-                ended_ns = time.perf_counter_ns()
-                self._ended_ns = ended_ns if self.device.type == "cuda" else 0
-                return ComputedBatch(output, ended_ns - began_ns, (began_ns - asked_ns) // 1000)
+                self._ended_ns = time.perf_counter_ns()
+                return ComputedBatch(output, self._ended_ns - began_ns, (began_ns - asked_ns) // 1000)
 
             return Launched(finish) if self.device.type == "cuda" else finish()
 
@@ -296,19 +289,8 @@ class Engine:
             except Exception:
                 await self.run(owner, self._look_for_lost_device, is_batch=True)
                 raise
-        thread = self._for_one_thread(stage) if threads == 1 else self._jobs
-        result: ComputedBatch = await thread.run(owner, compute, is_batch=True)
+        result: ComputedBatch = await self.run(owner, compute, is_batch=True)
         return result
-
-    def _for_one_thread(self, stage: LoadedStage) -> JobThread:
-        """The thread with the fewest batches, of as many as the process may use: batches on one thread each would leave cores idle."""
-        if self.device.type != "cpu" or stage.objects is not None or stage.optimized.mode.method == "compiled":
-            return self._jobs
-        found = min((self._jobs, *self._others), key=lambda thread: thread.open)
-        if found.open and len(self._others) + 1 < self._threads:
-            found = JobThread(self._prepare, self._look_for_lost_device)
-            self._others.append(found)
-        return found
 
     async def _warmed_up(
         self, owner: object, spec: BundleStageSpec, max_batch_size: int, optimized: OptimizedStage

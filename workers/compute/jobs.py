@@ -49,12 +49,10 @@ class JobThread:
 
     Attributes:
         current: the running job.
-        open: number of the jobs without a result.
     """
 
     def __init__(self, prepare: Callable[[], object], on_error: Callable[[], object]) -> None:
         self.current: Job | None = None
-        self.open = 0
         self._prepare, self._on_error = prepare, on_error
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         """None ends the thread."""
@@ -64,11 +62,7 @@ class JobThread:
         """Run `call` on the thread and return its result. Raises what `call` raises. Cancelling drops a job that has not begun."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._jobs.put(Job(owner, call, future, is_batch))
-        self.open += 1
-        try:
-            return await future
-        finally:
-            self.open -= 1
+        return await future
 
     def close(self) -> None:
         """Let the thread end after all submitted jobs. Does not wait."""

@@ -1,22 +1,18 @@
 """The computing thread of a worker: the order of jobs of different owners."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
 
 from multiworld_serving.models.bundle.files import read_bundle
 from multiworld_serving.models.optimize.deviation import deviation
-from multiworld_serving.models.optimize.fusing import torch_threads
-from multiworld_serving.models.optimize.optimizing import OptimizedStage
-from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
+from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
-from multiworld_serving.workers.compute.engine import Engine, LoadedStage, StageTask
+from multiworld_serving.workers.compute.engine import Engine, StageTask
 from tests.bundles import PREVIEW
 from tests.fake_cuda import CUDA, ILLEGAL_ACCESS
 from tests.resnets import sent_stage, sent_weights
@@ -101,28 +97,6 @@ async def test_error_on_a_cpu_is_no_loss_of_a_device(engine: Engine) -> None:
     with pytest.raises(ZeroDivisionError):
         await engine.run("one", lambda: 1 / 0)
     assert not engine.device_failed
-
-
-async def test_batches_on_one_thread_each_are_computed_at_the_same_time_on_as_many_threads_as_the_process_may_use() -> (
-    None
-):
-    spec = make_bundle_plan(read_bundle(PREVIEW), 1)[0].spec
-    meeting, running = threading.Barrier(2, timeout=60), set[int]()
-
-    class Meeting(nn.Module):
-        def forward(self, rows: Tensor) -> Tensor:
-            meeting.wait()  # for the other batch
-            running.add(threading.get_ident())
-            return rows
-
-    with torch_threads(2):
-        engine = Engine(torch.device("cpu"))
-    stage = LoadedStage(spec, OptimizedStage(Meeting(), ExecutionMode("fused"), ""), 1, 1)
-    try:
-        await asyncio.gather(*(engine.compute("one", stage, spec.example(2)) for _ in range(6)))
-    finally:
-        engine.close()
-    assert len(running) == 2
 
 
 async def test_thread_that_serves_measures_nothing_while_another_version_is_loaded(
