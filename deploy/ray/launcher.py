@@ -25,7 +25,7 @@ from multiworld_serving.common.settings.serve import ServeSettings
 from multiworld_serving.deploy.health import health_error
 from multiworld_serving.deploy.ray.actor import ProcessActor, ProcessSpec, ProcessState
 from multiworld_serving.deploy.ray.placement import ActorPlacement, NodeResources, place, total
-from multiworld_serving.server.supervisor.model_settings import by_name
+from multiworld_serving.server.supervisor.model_settings import by_name, described
 from multiworld_serving.server.supervisor.programs import (
     Role,
     frontend_values,
@@ -65,7 +65,7 @@ def serve(settings: ServeSettings) -> int:
             Nothing is left running.
     """
     settings = _checked(settings)
-    models = by_name(settings.groups)
+    models = {name: described(each) for name, each in by_name(settings.groups).items()}
     with _connected(settings.ray_namespace):
         if _running_actors():
             raise UserError(

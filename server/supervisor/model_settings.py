@@ -4,9 +4,15 @@ import re
 from collections.abc import Sequence
 
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.service.model_files import check_model_files, served_name
+from multiworld_serving.common.service.model_files import (
+    check_model_files,
+    pipeline_source,
+    served_name,
+    with_description,
+)
 from multiworld_serving.common.service.model_versions import model_and_version
 from multiworld_serving.common.settings.serve import MODEL_NAME, MODEL_NAME_ALLOWED, ServeSettings
+from multiworld_serving.models.stages.pipeline import describe
 
 
 def checked(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
@@ -14,6 +20,12 @@ def checked(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:
     for each in groups:
         check_model_files(each)
     return by_name(groups)
+
+
+def described(settings: ServeSettings) -> ServeSettings:
+    """The settings with the stages of a pipeline in Python; of another model as they are. Blocks. Raises StageSpecError."""
+    pipeline = pipeline_source(settings)
+    return settings if pipeline is None else with_description(settings, describe(pipeline))
 
 
 def by_name(groups: Sequence[ServeSettings]) -> dict[str, ServeSettings]:

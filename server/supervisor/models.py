@@ -30,9 +30,9 @@ from multiworld_serving.common.service.model_files import (
 from multiworld_serving.common.service.model_versions import model_and_version, versions_of
 from multiworld_serving.common.settings.serve import OF_MODEL, ServeSettings
 from multiworld_serving.models.errors import ModelError
-from multiworld_serving.models.stages.pipeline import describe, describe_meanwhile
+from multiworld_serving.models.stages.pipeline import describe_meanwhile
 from multiworld_serving.server.supervisor.group import Group
-from multiworld_serving.server.supervisor.model_settings import checked
+from multiworld_serving.server.supervisor.model_settings import checked, described
 from multiworld_serving.server.supervisor.notify import CREDENTIALS
 from multiworld_serving.server.supervisor.programs import (
     START_TIMEOUT_S,
@@ -153,9 +153,7 @@ class Models:
         workers = sum(each.max_workers for each in models.values())
         for name, each in models.items():
             prefix = _prefix(name) if len(models) > 1 else ""
-            own = each.model_copy(update={"weights": available_weights(each)})
-            if (pipeline := pipeline_source(each)) is not None:
-                own = with_description(own, describe(pipeline))
+            own = described(each.model_copy(update={"weights": available_weights(each)}))
             first = sum(group.settings.max_workers for group in self.groups.values())
             self.groups[name] = Group(own, starter, stack, prefix=prefix, workers=workers, first_slot=first)
         self.frontends = self._new_frontends(self.groups, models if replaces else None)

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from multiworld_serving.common.config.settings import ENV_PREFIX, Settings, to_json
 from multiworld_serving.common.config.sources import LIBRARY_VARIABLES
+from multiworld_serving.common.service.model_files import pipeline_source
 from multiworld_serving.common.settings.leader import LeaderSettings
 from multiworld_serving.common.settings.serve import FrontendSettings, ServeSettings
 from multiworld_serving.common.settings.worker import WorkerSettings
@@ -75,11 +76,12 @@ def worker_values(settings: ServeSettings) -> Values:
     """The settings of all workers, without name, slot, threads and leaders."""
     assert settings.local_token is not None, "the token must be set before workers start"
     shared = {name for name in WorkerSettings.model_fields if name in ServeSettings.model_fields}
+    pipeline = pipeline_source(settings)
     # These are settings of other processes, or of the supervisor.
     others = {"advertise_host", "metrics_host", "metrics_port", "token", "token_file"}
     return {
         **{name: getattr(settings, name) for name in shared - others},
-        "allow": None if settings.pipeline is None else settings.model_source,
+        "allow": None if pipeline is None else pipeline.absolute,
         "token": settings.local_token,
         "edge_token": SecretStr(settings.secrets[0].decode()) if settings.secrets else None,
     }
