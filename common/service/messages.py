@@ -22,7 +22,6 @@ from multiworld_serving.common.service.snapshots import PipelineSnapshot
 from multiworld_serving.common.wire.inputs import RowsLost
 from multiworld_serving.common.wire.protocol import Body, Failure, Protocol, rows_of_payload
 from multiworld_serving.models.bundle.rows import RowFormat
-from multiworld_serving.models.bundle.stage import MAX_STAGES
 from multiworld_serving.models.errors import BundleError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +31,7 @@ OperationName = Literal["load-version", "unload", "rolling-restart", "drain", "u
 MAX_KEY_CHARS = 1000
 _MAX_ROW = 1 << 31
 _MAX_ROWS = 1 << 16
+_MAX_STAGES = 1024
 
 
 class Predict(Body, frozen=True):
@@ -56,7 +56,7 @@ class Predict(Body, frozen=True):
     row_bytes: Annotated[int, Meta(ge=0, lt=_MAX_ROW)] = 0
     relay: bool = False
     traced: bool = False
-    route: Annotated[tuple[str, ...], Meta(max_length=MAX_STAGES)] = ()
+    route: Annotated[tuple[str, ...], Meta(max_length=_MAX_STAGES)] = ()
 
 
 class Rejection(Failure, frozen=True):

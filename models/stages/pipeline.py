@@ -172,6 +172,11 @@ class PipelineSource(NamedTuple):
             raise StageSpecError(f"the pipeline {self.name} cannot be imported: {located(error)}") from error
         given = getattr(module, self.attribute, None)
         is_list = isinstance(given, list | tuple) and 0 < len(given) <= _MAX_STAGES
+        if callable(given):
+            raise StageSpecError(
+                f"{self.name} is a function or a class; expected a list of stages. An nn.Module that it returns is exported first: "
+                f"multiworld export {self.where}:{self.attribute} -o {self.stem}.bundle"
+            )
         if not is_list or not all(isinstance(each, Bundle) or _is_stage(each) for each in given or ()):
             found = (
                 type(given).__name__

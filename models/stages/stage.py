@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,7 +152,8 @@ class PythonStage(ObjectStage):
         if inspect.iscoroutinefunction(kind.__call__):
             self.concurrency = max(1, kind.max_concurrency)
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name=f"stage-{self.name}", daemon=True).start()
+            threading.Thread(target=_run, args=(self._loop,), name=f"stage-{self.name}", daemon=True).start()
+            self._finalizer = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         try:
             self._stage = kind()
             self._stage.setup(device)
@@ -163,9 +166,9 @@ class PythonStage(ObjectStage):
             self.compute(rows_of([encode(each) for each in example]))
 
     def close(self) -> None:
-        """End the thread of an asynchronous stage."""
+        """End the thread of an asynchronous stage. It also ends with this object."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._finalizer()
 
     def results(self, objects: list[Any]) -> Sequence[Any]:
         """Call the stage with as many rows as it takes."""
@@ -206,6 +209,11 @@ class PythonStage(ObjectStage):
                 f"the stage {self.name} returned {count} for {len(rows)} rows; expected one for each"
             )
         return found
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.closing(loop):
+        loop.run_forever()
 
 
 async def _awaited(found: Any) -> Any:

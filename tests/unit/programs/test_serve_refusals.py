@@ -23,7 +23,7 @@ for arguments in json.load(sys.stdin):
 """
 REFUSED = {
     ("--model", "nowhere/classifier.bundle"): "--model nowhere/classifier.bundle: there is no such ",
-    ("--model", "unet.py:make"): "export it first: multiworld export unet.py:make -o unet.bundle",
+    ("--model", "unet.py:make"): "the pipeline unet.py:make cannot be read: ",
     ("--model", "classifier.bundle"): "--model classifier.bundle: there is no such ",
     ("--model", "x" * 300 + ".bundle"): "there is no such ",
     ("--weights", "nowhere.pth"): "--weights nowhere.pth: there is no such ",
