@@ -187,7 +187,9 @@ def test_no_request_fails_when_the_service_is_upgraded_or_cannot_be(
         proxy(tmp_path, service.url, checks="fall 20") as port,  # a busy machine may stop the only frontend for seconds
     ):
         with load_on(port, rate_hz=20) as load:
-            upgrade("[serve]\nstages = 0\n", "the upgrade failed: the new supervisor ended status=2")
+            upgrade(
+                "[serve]\nstages = 0\n", "no upgrade, and this service continues: the new supervisor ended status=2"
+            )
             assert len(service.status()["stages"]) == 1
             upgrade("[serve]\nstages = 2\nreplicas = 1\n", "upgraded", "stopped")
             assert len(service.status()["stages"]) == 2

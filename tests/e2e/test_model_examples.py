@@ -182,6 +182,7 @@ def test_commands_of_the_readme_serve_the_model(
     for name, value in settings_of(serve[2:]):
         settings[name] = f"{settings[name]},{value}" if name in settings else value
     with LocalService(heartbeat_timeout_s=10, hang_timeout_s=100, timeout_s=200, **settings) as service:
+        wait_until(lambda: httpx.get(f"{service.url}/v2/health/ready").is_success)
         answers = [run(ask, service.url, capsys) for ask in asks]
         check(answers[-1], next(tmp_path.rglob("*.bundle"), tmp_path))
         if ".py:" in settings["model"]:
