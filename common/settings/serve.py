@@ -48,7 +48,7 @@ class HttpSettings(ServiceSettings):
     grpc_port: int | None = setting(None, "Network", ge=0, le=65535)
     """Port of the Open Inference Protocol over gRPC, at the address of the HTTP API; 0 selects a free one; none disables it. Needs the
     extra grpc."""
-    admin_port: int = setting(8002, "Network", ge=0, le=65535)
+    admin_port: int = setting(8002, "Network", names=("--admin-port", "--metrics-port"), ge=0, le=65535)
     """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
     admin_host: str | None = setting(None, "Network")
     """Address of the admin port; none uses --host."""
