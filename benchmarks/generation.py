@@ -69,6 +69,12 @@ class _Streams:
                 print(f"wrong: {prompt}: {found}; expected {self.known[prompt]}")
 
 
+def _signal(pid: int, signum: signal.Signals) -> None:
+    """Send a signal to a process, which may have just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
 async def _faults(service: LocalService, given: argparse.Namespace, until_s: float) -> dict[str, int]:
     """Kill and freeze random processes until this time."""
     counts, began_s = {"killed": 0, "frozen": 0, "leaders": 0}, time.monotonic()
@@ -76,17 +82,16 @@ async def _faults(service: LocalService, given: argparse.Namespace, until_s: flo
         passed_s = now_s - began_s
         victims = list(service.worker_pids().values())
         if passed_s / given.kill_every_s > counts["killed"] + 1:
-            os.kill(random.choice(victims), signal.SIGKILL)
+            _signal(random.choice(victims), signal.SIGKILL)
             counts["killed"] += 1
         elif passed_s / given.freeze_every_s > counts["frozen"] + 1:
             pid = random.choice(victims)
-            os.kill(pid, signal.SIGSTOP)
+            _signal(pid, signal.SIGSTOP)
             await asyncio.sleep(_FREEZE_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            _signal(pid, signal.SIGCONT)
             counts["frozen"] += 1
         elif passed_s / (given.seconds / (given.leader_kills + 1)) > counts["leaders"] + 1:
-            os.kill(service.child_pids("leader")[counts["leaders"] % 2], signal.SIGKILL)
+            _signal(service.child_pids("leader")[counts["leaders"] % 2], signal.SIGKILL)
             counts["leaders"] += 1
         await asyncio.sleep(0.1)
     return counts
