@@ -19,7 +19,7 @@ import pytest
 from multiworld_client import Client
 from multiworld_serving.cli.main import main
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.settings import Settings, public_fields
+from multiworld_serving.common.config.settings import Settings, extra, public_fields
 from multiworld_serving.common.service.snapshots import (
     FailureSnapshot,
     FrontendSnapshot,
@@ -194,9 +194,10 @@ def test_help_all_lists_every_setting_except_secrets(
     assert main([verb, "--help-all"]) == 0
     text = capsys.readouterr().out
     secrets = {"token"}
+    aliases = {each[2:].replace("-", "_") for field in public_fields(cls).values() for each in extra(field)["names"]}
     for name in cls.model_fields:
         assert bool(re.search(rf"--{name.replace('_', '-')}[ ,]", text)) == (
-            name in public_fields(cls).keys() - secrets
+            name in (public_fields(cls).keys() | aliases) - secrets
         ), name
     assert "--join-timeout-s" not in short
     assert "--settings-json" not in text
