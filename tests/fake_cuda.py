@@ -78,7 +78,7 @@ class FakeNccl:
         connecting, aborting: set when these calls begin.
         peers, abort_ends: `eager_connect_single_device` and `abort` last until these are set. An abort sets `peers`.
         error: what the watchdog of torch has found.
-        timeouts: those that were set, in seconds.
+        timeouts: all timeouts that the code under test has set, in seconds.
     """
 
     class Options:

@@ -39,8 +39,8 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         "server/leader/scheduling/replica_table.py": (
             # The timer of an idle replica goes on: it is failed as hung.
             (
-                "        else:\n            self.hang_deadlines.discard(replica)\n        return worked_s",
-                "        return worked_s",
+                "        if not replica.in_flight:\n            self.hang_deadlines.discard(replica)\n        elif was_first:",
+                "        if replica.in_flight and was_first:",
             ),
         ),
         "server/leader/scheduling/backlog.py": (
@@ -65,7 +65,7 @@ BUGS: dict[tuple[str, ...], dict[str, tuple[tuple[str, str], ...]]] = {
         ),
         "server/leader/replicas/reconcile.py": (
             # The last ready replica of a stage is moved to another stage.
-            ("(placement.replicas + 1 if count else 2)", "(placement.replicas + 1 if count else 1)"),
+            ("(placement.replicas[most] + 1 if count else 2)", "(placement.replicas[most] + 1 if count else 1)"),
             # All replicas of a stage load a version before one of them has passed the self-test.
             ("if stage in proven or stage not in busy_stages:", "if True:"),
             # A version serves although a worker has not loaded it.

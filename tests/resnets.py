@@ -8,6 +8,7 @@ from multiworld_serving.models.bundle.files import Bundle, read_bundle
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.export.bundle_cache import exported
 from multiworld_serving.models.optimize.tuning import NO_TUNING, Tuning
+from multiworld_serving.models.stages.stage import stage_spec
 from multiworld_serving.server.leader.versions.stage_plan import BundlePlan, make_bundle_plan
 
 
@@ -29,6 +30,13 @@ def sent_weights(plan: BundlePlan) -> torch.Tensor:
     return torch.cat(list(plan.weights.chunks()))
 
 
+def bundle_spec(text: str) -> BundleStageSpec:
+    """The description of a stage of a bundle, as a worker reads it."""
+    found = stage_spec(text)
+    assert isinstance(found, BundleStageSpec)
+    return found
+
+
 def sent_stage(plan: BundlePlan) -> BundleStage:
     """The stage as a worker loads it, before it is optimized."""
-    return load_bundle_stage(BundleStageSpec.from_json(plan.spec.to_json()), sent_weights(plan))
+    return load_bundle_stage(bundle_spec(plan.spec.to_json()), sent_weights(plan))

@@ -53,7 +53,7 @@ async def _nccl_one(setup: Setup) -> None:
 def nccl_two(setup: Setup) -> None:
     """Two ranks on one GPU: collectives, then a peer that is killed, that freezes, and that freezes while NCCL connects.
 
-    Both for an NCCL that connects in the background, and for one that blocks, which torch prefers.
+    Tests NCCL in nonblocking mode and in blocking mode. torch uses the blocking mode by default.
     """
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30 and newer; older ones refuse two ranks on one GPU
     for blocking in (0, 1) if setup.on_gpu else (0,):

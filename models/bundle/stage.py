@@ -24,7 +24,7 @@ from multiworld_serving.models.bundle.manifest import (
     lengths_to_check,
     spec_of,
 )
-from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, Weight, bundle_errors
+from multiworld_serving.models.bundle.nodes import BATCH, DTYPES, Weight
 from multiworld_serving.models.bundle.rows import RowFormat
 from multiworld_serving.models.errors import BundleError, StageSpecError, WeightsError
 
@@ -90,19 +90,6 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> BundleStageSpec:
-        """The description that `to_json` wrote.
-
-        Raises:
-            StageSpecError: it is not JSON, or a field is missing, unknown or invalid.
-        """
-        try:
-            with bundle_errors("stage description is invalid"):
-                return msgspec.json.decode(text, type=cls)
-        except BundleError as error:
-            raise StageSpecError(f"{error} (do leader and worker run the same release?)") from error
 
     def example(self, count: int) -> Tensor:
         """Deterministic rows, with variable dimensions of their largest lengths.

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-IDLE_S = 600.0
-"""Time after which a session that nobody has used is dropped: its frontend is gone."""
+IDLE_S = 30.0
+"""Time after which an unused session is dropped if another one needs its room. Its frontend is gone, or has begun a new session after a
+loss in another stage. If the frontend continues the dropped session, it begins a new one."""
 
 
 @dataclass(eq=False)
@@ -75,10 +76,10 @@ class Sessions:
         """A new session; None if there is no room for so many tokens. A session with this name is replaced."""
         now_s = time.monotonic()
         self._open.pop(name, None)
-        while self._open and next(iter(self._open.values())).used_s < now_s - IDLE_S:
+        while self.reserved_tokens + capacity > self._max_tokens:
+            if not self._open or next(iter(self._open.values())).used_s > now_s - IDLE_S:
+                return None
             self._open.popitem(last=False)
-        if self.reserved_tokens + capacity > self._max_tokens:
-            return None
         session = self._open[name] = Session(capacity, used_s=now_s)
         return session
 

@@ -40,7 +40,7 @@ class Request:
         body: as the client sent it.
         content_type: of the body; "" if the client named none.
         query: the parameters of the URL.
-        headers: by name in lower case, without those that carry credentials or belong to the connection.
+        headers: by lower-case name. Credentials, cookies and connection headers are removed.
         inputs: the tensors and texts of a request of the Open Inference Protocol for this row, by name, without the batch dimension: numpy
             arrays, bytes, or numbers; empty for other requests.
     """

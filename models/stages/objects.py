@@ -118,7 +118,7 @@ class _Encoding:
 
 
 def encode(value: object) -> EncodedObject:
-    """Encode an object. Raises ObjectError for one that cannot be sent."""
+    """Encode an object. Raises ObjectError if its type or size is not supported."""
     encoding = _Encoding()
     try:
         text = encoding.encode(value)

@@ -76,7 +76,7 @@ def object_rows(objects: list[Any]) -> Tensor:
 
 
 def objects_of(prediction: Prediction) -> list[Any]:
-    """The results of the samples. Raises InvalidInputError for one that the pipeline does not accept; StageError."""
+    """Decode the result of each sample. Raises InvalidInputError if the pipeline refused a sample, and StageError for invalid bytes."""
     try:
         found = OBJECT_ROWS.decoded(prediction.output)
     except ObjectError as error:

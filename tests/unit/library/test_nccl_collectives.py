@@ -229,7 +229,7 @@ def test_detail_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_group_is_aborted_when_the_world_ends_while_nccl_connects() -> None:
-    """A member has died: those that connect with it do not wait for the timeout of NCCL."""
+    """If a member dies while NCCL connects, the other members fail before the timeout of NCCL."""
     rank = Rank(group := FakeNccl(), connect=partial(connect_nccl_group, CUDA, lambda: None))  # type: ignore[arg-type]
     assert group.connecting.wait(PATIENCE_S)
     assert rank.collectives.abort(RuntimeError("a member died"), PATIENCE_S), "a thread is left"

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from multiworld_serving.models.bundle.files import Bundle, read_bundle
-from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
+from multiworld_serving.models.bundle.stage import load_bundle_stage
 from multiworld_serving.models.errors import ModelError
 from multiworld_serving.server.leader.versions.stage_plan import BundlePlan, make_bundle_plan
 from tests.bundles import PREVIEW, Text, classifier_bundle, text_bundle
-from tests.resnets import sent_weights
+from tests.resnets import bundle_spec, sent_weights
 from tests.unit.models.hostile_graphs import HOSTILE
 
 
@@ -45,7 +45,7 @@ def received(plan: BundlePlan) -> torch.nn.Module:
     sent = sent_weights(plan)
     assert hashlib.sha256(sent.numpy().data).hexdigest() == assignment.weights_sha256
     assert len(sent) == assignment.weights_bytes
-    return load_bundle_stage(BundleStageSpec.from_json(assignment.spec), sent)
+    return load_bundle_stage(bundle_spec(assignment.spec), sent)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -81,7 +81,7 @@ def test_self_test_accepts_the_stage_and_refuses_other_weights(classifier: Bundl
 def refusal(spec: str, sent: bytes) -> str:
     """Message of a worker that refuses what a leader has sent: one short line."""
     with pytest.raises(ModelError) as error:
-        load_bundle_stage(BundleStageSpec.from_json(spec), torch.tensor(bytearray(sent), dtype=torch.uint8))
+        load_bundle_stage(bundle_spec(spec), torch.tensor(bytearray(sent), dtype=torch.uint8))
     message = str(error.value)
     assert "\n" not in message
     assert len(message) < 1000

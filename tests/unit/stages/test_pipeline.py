@@ -1,4 +1,4 @@
-"""The description of a pipeline, and what is said about one that cannot be served."""
+"""Tests the description of a pipeline, and the error messages for invalid pipelines."""
 
 from pathlib import Path
 

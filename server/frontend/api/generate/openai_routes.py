@@ -20,7 +20,8 @@ from multiworld_serving.common.service.errors import InvalidInputError, RequestR
 from multiworld_serving.server.frontend.api.generate.generation import Generation, Sampling
 from multiworld_serving.server.frontend.api.generate.text_codec import TextCodec
 from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
-from multiworld_serving.server.frontend.http.route import route
+from multiworld_serving.server.frontend.http.open_request import OpenRequest
+from multiworld_serving.server.frontend.http.route import client_timeout_s, route
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
 from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
@@ -91,10 +92,7 @@ class _Piece(NamedTuple):
 
 
 class OpenAiRoutes:
-    """
-    Args:
-        codecs: by the name of the model's group.
-    """
+    """The routes and their dependencies."""
 
     def __init__(self, groups: ModelGroups, metrics: FrontendMetrics) -> None:
         self._groups = groups
@@ -177,7 +175,8 @@ class OpenAiRoutes:
         some = next((group for group in self._groups if group.codec is not None), None)
         if some is None:
             raise WrongPathError("no model of this service generates text; serve one with --model NAME=generate:FOLDER")
-        opened = await stack.enter_async_context(some.described().open_http(request))
+        gate, timeout_s = some.described().gate, client_timeout_s(request)
+        opened = await stack.enter_async_context(OpenRequest(gate, record, request.receive, timeout_s))
         body = await opened.body(request.headers)
         try:
             asked = msgspec.json.decode(body, type=kind)
@@ -188,9 +187,10 @@ class OpenAiRoutes:
         codec = group.codec
         if codec is None:
             raise WrongPathError(f"the model {asked.model!r} does not generate text")
+        permitted = group.described().open_http(request)  # raises ForbiddenError
         if group is not some:
             await stack.aclose()
-            opened = await stack.enter_async_context(group.described().open_http(request))
+            opened = await stack.enter_async_context(permitted)
         await opened.admit()
         return asked, group, codec, opened
 

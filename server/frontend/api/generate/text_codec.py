@@ -51,7 +51,7 @@ class TextCodec:
         self._template = environment.from_string(given) if isinstance(given, str) else None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text. `special` adds those that begin a text."""
+        """Tokenize a text. `special` adds the tokens that mark the beginning of a text."""
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return found
 
