@@ -158,7 +158,7 @@ async def test_worker_moves_to_any_leader_when_its_own_one_asks_for_it(
     first, second = leaders
     worker = connection(engine, first.port, second.port)
     connections.append(asyncio.create_task(worker.run()))
-    await until(lambda: joined(first))
+    await until(lambda: joined(first) and worker._session is not None)  # the worker may be ready later than its leader
     assert worker._session is not None
     worker._session.serving = True
     await asyncio.sleep(0.05)
