@@ -279,7 +279,7 @@ def _crop_whole(lines: Pixels, crop: _Crop) -> Tensor:
     """The window of the scaled image, from all its pixels."""
     pixels = _planes(lines)
     if pixels.shape[1:] != (crop.height, crop.width):
-        [pixels] = interpolate(pixels[None], (crop.height, crop.width), mode="bilinear", antialias=True)
+        pixels = interpolate(pixels[None], (crop.height, crop.width), mode="bilinear", antialias=True)[0]
     return pixels[:, crop.top : crop.top + crop.side, crop.left : crop.left + crop.side]
 
 
