@@ -7,8 +7,7 @@ from multiworld_serving.common.config.sources import option, variable
 _HEAD = """\
 # Settings
 
-`python -m multiworld_serving.cli.settings_reference` generates this page. `multiworld serve --help-all` shows the same text, and
-`multiworld serve --print-settings` the values in effect.
+`multiworld serve --print-settings` shows the values in effect.
 
 The command line takes precedence over the environment, the environment over the TOML file, and the file over the defaults. Unknown
 names are errors. `--config FILE` or `MULTIWORLD_CONFIG` names the file. It has a table for each program. Relative paths start at the

@@ -69,7 +69,7 @@ class LeaderSettings(ServiceSettings):
     spares: int = setting(0, "Pipeline", ge=0, le=256)
     """Number of spare workers, which hold all stages and replace a failed worker immediately."""
     optimize: Literal["eager", "fused", "compile"] = setting("fused", "Pipeline")
-    """Execution mode of the workers: eager runs the model as written, bit for bit; fused folds batch normalization into the convolutions
+    """How workers compute: eager runs the model as written, bit for bit; fused folds batch normalization into the convolutions
     and fuses them with what follows (differs by 1e-6); compile starts like fused, runs torch.compile in the background, and changes to
     the compiled code when it is ready."""
     precision: Literal["float32", "tf32", "bfloat16", "float16", "auto"] = setting("float32", "Pipeline")
@@ -78,14 +78,13 @@ class LeaderSettings(ServiceSettings):
     edge_dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "Pipeline")
     """dtype as which float32 tensors travel between stages; bfloat16 and float16 halve their bytes and round the values."""
     session_tokens: int = setting(65_536, "Pipeline", ge=16, le=1 << 30)
-    """Tokens of all sequences that one worker generates at the same time, prompts included: the bound of the memory for keys and values."""
+    """Tokens of all sequences that one worker generates at the same time, prompts included; bounds the memory for keys and values."""
     join_host: str = setting("127.0.0.1", "Network")
     """Address at which workers join: a private network, never a public one."""
     advertise_host: str | None = setting(
         None, "Network", allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001"
     )
-    """Address that workers are told to join at, if it differs from the one that they connect to first: HOST, or HOST:PORT if the port
-    differs too."""
+    """Address that workers are told to join at, if it differs from the one that they connect to first."""
     join_port: int = setting(8001, "Network", ge=0, le=65535)
     """Port at which workers join; 0 selects a free one."""
     max_batch_size: int | None = setting(None, "Batching", ge=1, le=1024)
@@ -98,12 +97,11 @@ class LeaderSettings(ServiceSettings):
     """A batch that takes this many times the usual time of its stage is sent to a second replica too; 0 disables hedging."""
 
     name: str = setting(None, "Network", default_factory=_leader_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
-    """Name of this leader in logs, metrics and the status; by default HOSTNAME-PORT, with the join port."""
+    """Name in logs, metrics and the status; by default HOSTNAME-PORT, with the join port."""
     metrics_host: str | None = setting(None, "Network")
     """Address of the metrics port; none uses 127.0.0.1."""
     metrics_port: int | None = setting(None, "Network", ge=0, le=65535)
-    """Port of this leader's Prometheus metrics and of /healthz and /readyz; by default there is none, since frontends serve the metrics
-    of their leaders too."""
+    """Port of this leader's metrics, /healthz and /readyz; by default none, since frontends serve the metrics of their leaders too."""
     pipeline: str | None = setting(None, INTERNAL)
     """Description of a pipeline in Python as JSON; None: the leader reads it."""
     stage_replicas: tuple[int, ...] = setting((), INTERNAL)

@@ -46,15 +46,13 @@ class HttpSettings(ServiceSettings):
     http_port: int = setting(8000, "Network", names=("--http-port", "--port"), ge=0, le=65535)
     """Port of the HTTP API; 0 selects a free one."""
     grpc_port: int | None = setting(None, "Network", ge=0, le=65535)
-    """Port of the Open Inference Protocol over gRPC, at the address of the HTTP API; 0 selects a free one; none disables it. Needs the
-    extra grpc."""
+    """Port of the Open Inference Protocol over gRPC; 0 selects a free one; none disables it. Needs the extra grpc."""
     admin_port: int = setting(8002, "Network", names=("--admin-port", "--metrics-port"), ge=0, le=65535)
     """Admin port: Prometheus metrics and admin endpoints; 0 selects a free one."""
     admin_host: str | None = setting(None, "Network")
     """Address of the admin port; none uses --host."""
     share_by: str | None = setting(None, "Network", pattern=r"^[A-Za-z0-9_-]{1,64}$", allowed="the name of a header")
-    """Header that divides the requests of a model among its versions: requests with one value go to one version; none divides them
-    evenly."""
+    """Header that divides the requests of a model among its versions: requests with one value go to one version; none divides them evenly."""
     api_keys_file: Path | None = setting(None, "Access")
     """File with the inference keys, one NAME:HASH per line, as printed by `multiworld key`, or NAME:HASH:MODEL,MODEL for a key of some
     models; none disables authentication."""
@@ -75,12 +73,12 @@ class HttpSettings(ServiceSettings):
     max_body_bytes: int = setting(10 * 2**20, "Limits", ge=1, le=2**31)
     """Maximum size of a request body."""
     max_connections: int = setting(10_000, "Limits", ge=1, le=1_000_000)
-    """Maximum number of HTTP connections, at most half of the file descriptors; above it, idle connections are closed, and requests get
-    503 if there are none."""
+    """Maximum number of HTTP connections, at most half of the file descriptors; above it, idle connections are closed, or requests get
+    503."""
     finite_inputs: bool = setting(False, "Limits")
     """Reject inputs that contain NaN or infinity; otherwise, the model computes with them."""
     access_log: bool = setting(False, "Logging")
-    """Log one line per HTTP request; otherwise, only inference requests that failed or needed several attempts are logged."""
+    """Log each HTTP request, not only inference requests that failed or needed several attempts."""
     otlp_endpoint: str | None = setting(
         None,
         "Logging",
@@ -133,14 +131,14 @@ class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
     section: ClassVar[str] = "frontend"
 
     leader: str | None = setting(None, "Network", allowed="[MODEL=]HOST:PORT, such as node1:8001,node2:8001, each once")
-    """HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders. With several models, write
+    """Join port of a leader; repeat the option, or separate with commas, for several leaders. With several models, write
     MODEL=HOST:PORT; leaders without MODEL= serve the model before them. Required without --leaders-file."""
 
     shares_file: Path | None = setting(None, "Network")
-    """JSON file with the share of each version of a model in percent, or "shadow", such as {"search@1": 95, "search@2": 5}. It is read
-    again every second; without it, the first version of each model has all requests."""
+    """JSON file with the share of each version of a model in percent, or "shadow", such as {"search@1": 95, "search@2": 5}, read again
+    every second; without it, the first version has all requests."""
     name: str = setting(None, "Network", default_factory=default_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
-    """Name of this frontend in logs, metrics and the status; by default HOSTNAME-PID."""
+    """Name in logs, metrics and the status; by default HOSTNAME-PID."""
     model_settings: dict[str, dict[str, Any]] = setting({}, INTERNAL)
     """The settings that each model has of its own, by name. If each has a file of leaders, `leaders_file` is any of them."""
 
@@ -199,8 +197,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     """Loads the settings again, with the file as it is then."""
 
     leaders: int = setting(1, "Pipeline", ge=1, le=16)
-    """Number of leader processes. With two, the service survives the loss of one without a failed request. Leader N listens for workers
-    at --join-port + 100 * N."""
+    """Number of leader processes. With two, the loss of one costs no request. Leader N listens for workers at --join-port + 100 * N."""
     external_workers: bool = setting(False, "Pipeline")
     """Start no local workers; wait for `multiworld worker` processes to join."""
     autoscale: str | None = setting(
@@ -209,8 +206,7 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
         pattern=r"[0-9]{1,4}\.\.[0-9]{1,4}",
         allowed=f"MIN..MAX, such as 4..12, at most {_MAX_WORKERS}",
     )
-    """Start and stop workers as the load changes: the least and the largest number of workers, of all stages together; none keeps
-    --replicas of each stage."""
+    """Start and stop workers as the load changes, between these numbers of all stages together; none keeps --replicas of each stage."""
     device: str = setting("cpu", "Pipeline", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N")
     """Device of the local workers."""
     threads: int = setting(0, "Pipeline", ge=0, le=1024)
@@ -225,8 +221,8 @@ class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):
     """Share of a version in the requests of its model; see `model_versions`."""
 
     launcher: Literal["local", "ray"] = setting("local", "Launcher")
-    """What starts the processes: local starts them on this machine and stops them when it ends; ray starts them on the nodes of a Ray
-    cluster, that of RAY_ADDRESS or of this machine, where they run until `multiworld down`."""
+    """What starts the processes: local starts them on this machine; ray starts them on the nodes of a Ray cluster, that of RAY_ADDRESS
+    or of this machine, where they run until `multiworld down`."""
     ray_namespace: str = setting("multiworld", "Launcher", pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
     """Namespace of the actors in the Ray cluster; several services need different ones."""
 

@@ -15,7 +15,7 @@ class WorkerSettings(LeadersSettings, EdgePortSettings):
     section: ClassVar[str] = "worker"
 
     name: str = setting(None, "Network", default_factory=default_name, pattern=NAME_PATTERN, allowed=NAME_ALLOWED)
-    """Name of this worker in logs, metrics and the status page; by default HOSTNAME-PID."""
+    """Name in logs, metrics and the status; by default HOSTNAME-PID."""
     advertise_host: str = setting(
         None,
         "Network",
@@ -27,8 +27,7 @@ class WorkerSettings(LeadersSettings, EdgePortSettings):
     metrics_host: str = setting("127.0.0.1", "Network")
     """Address to serve metrics on; 0.0.0.0 for all interfaces."""
     metrics_port: int | None = setting(None, "Network", ge=0, le=65535)
-    """Port of this worker's Prometheus metrics and of /healthz and /readyz, such as 8003; 0 takes any free port; by default there are
-    none."""
+    """Port of this worker's metrics, /healthz and /readyz, such as 8003; 0 selects a free one; by default none."""
     device: str = setting("cpu", "Compute", pattern=DEVICE_PATTERN, allowed="cpu, cuda or cuda:N")
     """Device to compute on."""
     threads: int = setting(0, "Compute", ge=0, le=1024)
