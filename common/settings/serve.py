@@ -52,7 +52,7 @@ class HttpSettings(ServiceSettings):
     admin_host: str | None = setting(None, "Network")
     """Address of the admin port; none uses --host."""
     share_by: str | None = setting(None, "Network", pattern=r"^[A-Za-z0-9_-]{1,64}$", allowed="the name of a header")
-    """Header that divides the requests of a model among its versions: requests with one value go to one version; none divides them evenly."""
+    """Header that divides the requests of a model among its versions: requests with one value get one version; none divides them evenly."""
     api_keys_file: Path | None = setting(None, "Access")
     """File with the inference keys, one NAME:HASH per line, as printed by `multiworld key`, or NAME:HASH:MODEL,MODEL for a key of some
     models; none disables authentication."""
