@@ -63,16 +63,12 @@ class ServedModel:
     @cached_property
     def input_rows(self) -> RowFormat:
         """How the inputs of one sample travel."""
-        if self.pipeline is not None:
-            return OBJECT_ROWS
-        return RowFormat(self.inputs, self.dimensions)
+        return OBJECT_ROWS if self.pipeline else RowFormat(self.inputs, self.dimensions)
 
     @cached_property
     def output_rows(self) -> RowFormat:
         """How the outputs of one sample travel."""
-        if self.pipeline is not None:
-            return OBJECT_ROWS
-        return RowFormat(self.outputs, self.dimensions)
+        return OBJECT_ROWS if self.pipeline else RowFormat(self.outputs, self.dimensions)
 
     @property
     def classifies_images(self) -> bool:

@@ -85,7 +85,9 @@ class ProcessActor:
         raise_descriptor_limit()
         self._spec = spec
         self._node_address = ray.util.get_node_ip_address()
-        self._host = _node_name()
+        node = ray.get_runtime_context().get_node_id()
+        self._host = next(str(each["NodeName"]) for each in ray.nodes() if each["NodeID"] == node)
+        """The name of this node in `ray status`; by default its address."""
         self._stop = asyncio.Event()
         self._stack = contextlib.ExitStack()
         self._notify = self._stack.enter_context(NotifyListener())
@@ -212,10 +214,3 @@ def _listen(host: str, port: int, *, reserve: bool) -> socket.socket:
             raise
         logger.warning("%s: using a free port", error)
         return bind(host, 0, option("port"), reserve=reserve)
-
-
-def _node_name() -> str:
-    """The name of this node in `ray status`; by default its address."""
-    own = ray.get_runtime_context().get_node_id()
-    nodes: list[dict[str, Any]] = ray.nodes()
-    return next(str(node["NodeName"]) for node in nodes if node["NodeID"] == own)

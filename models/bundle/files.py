@@ -149,13 +149,8 @@ def read_bundle(path: Path) -> Bundle:
     )
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a bundle in a folder. Raises BundleError, OSError."""
-    return Manifest.from_json(_checked(folder / MANIFEST, MAX_MANIFEST_BYTES).read_bytes())
-
-
 def _read_folder(folder: Path) -> Bundle:
-    manifest = read_manifest(folder)
+    manifest = Manifest.from_json(_checked(folder / MANIFEST, MAX_MANIFEST_BYTES).read_bytes())
     graph = Graph.from_json(_checked(folder / GRAPH, MAX_GRAPH_BYTES, manifest).read_bytes())
     manifest.check_graph(graph)
     check_in_child(lambda: check_graph(graph, manifest.lengths))

@@ -34,7 +34,25 @@ _ALIGNED_BYTES = 64
 """Alignment of the first weight. With less, some processors compute other roundings than for the whole model."""
 
 
-class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True, tag="bundle"):
+class PlacedSpec(Struct, frozen=True):
+    """The place of a stage among all."""
+
+    index: int
+    num_stages: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+class BundleStageSpec(PlacedSpec, frozen=True, dict=True, forbid_unknown_fields=True, tag="bundle"):
     """A stage of a bundle, without graph and weights.
 
     Attributes:
@@ -48,8 +66,6 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
 
     model: Name
     version: Name
-    index: int
-    num_stages: int
     inputs: Tensors
     outputs: Tensors
     dimensions: Dimensions
@@ -76,20 +92,9 @@ class BundleStageSpec(Struct, frozen=True, dict=True, forbid_unknown_fields=True
         return RowFormat(self.outputs, self.dimensions)
 
     @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.num_stages - 1
-
-    @property
     def blocks(self) -> tuple[str, ...]:
         """Names of what crosses its boundaries, for people."""
         return tuple(dict.fromkeys((self.inputs[0].name, self.outputs[0].name)))
-
-    def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()
 
     def example(self, count: int) -> Tensor:
         """Deterministic rows, with variable dimensions of their largest lengths.

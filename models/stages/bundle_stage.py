@@ -37,9 +37,6 @@ class _Row(NamedTuple):
     others: dict[str, Any]
     is_single: bool
 
-    def with_tensors(self, tensors: tuple[Tensor, ...]) -> _Row:
-        return self._replace(tensors=tensors)
-
 
 class BundleObjects(ObjectStage):
     """Computes a part of a bundle.

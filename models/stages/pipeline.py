@@ -171,22 +171,18 @@ class PipelineSource(NamedTuple):
         except BaseException as error:
             raise StageSpecError(f"the pipeline {self.name} cannot be imported: {located(error)}") from error
         given = getattr(module, self.attribute, None)
-        is_list = isinstance(given, list | tuple) and 0 < len(given) <= _MAX_STAGES
         if callable(given):
             raise StageSpecError(
                 f"{self.name} is a function or a class; expected a list of stages. An nn.Module that it returns is exported first: "
                 f"multiworld export {self.where}:{self.attribute} -o {self.stem}.bundle"
             )
-        if not is_list or not all(isinstance(each, Bundle) or _is_stage(each) for each in given or ()):
-            found = (
-                type(given).__name__
-                if not isinstance(given, list | tuple)
-                else f"a list of {len(given)}: {given!r:.100}"
-            )
+        stages = given if isinstance(given, list | tuple) else ()
+        if not 0 < len(stages) <= _MAX_STAGES or not all(map(_is_element, stages)):
+            found = f"a list of {len(stages)}: {given!r:.100}" if stages is given else type(given).__name__
             raise StageSpecError(
                 f"{self.name} is {found}; expected a list of 1 to {_MAX_STAGES} subclasses of Stage, and Bundles"
             )
-        return Pipeline(self, module, tuple(given or ()))
+        return Pipeline(self, module, tuple(stages))
 
     def _module(self) -> ModuleType:
         if not self.is_file:
@@ -253,8 +249,8 @@ class Pipeline(NamedTuple):
             raise StageSpecError(f"the stage {name} of {self.source.name}: {error}") from error
 
 
-def _is_stage(element: object) -> bool:
-    return isinstance(element, type) and issubclass(element, Stage)
+def _is_element(given: object) -> bool:
+    return isinstance(given, Bundle) or (isinstance(given, type) and issubclass(given, Stage))
 
 
 def _schema(kind: Any, name: str) -> dict[str, Any]:

@@ -13,12 +13,11 @@ from typing import Any
 
 import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor
 
 from multiworld_serving.models.bundle.nodes import BATCH
 from multiworld_serving.models.bundle.rows import RowFormat
-from multiworld_serving.models.bundle.stage import BundleStageSpec
+from multiworld_serving.models.bundle.stage import BundleStageSpec, PlacedSpec
 from multiworld_serving.models.errors import BundleError, StageSpecError
 from multiworld_serving.models.generate.decoder import decoder_part
 from multiworld_serving.models.stages.api import InvalidInput, Request, Stage
@@ -29,7 +28,7 @@ MAX_ROWS = 1024
 Allocate = Callable[..., Tensor]
 
 
-class ObjectStageSpec(Struct, frozen=True, forbid_unknown_fields=True, tag="objects"):
+class ObjectStageSpec(PlacedSpec, frozen=True, forbid_unknown_fields=True, tag="objects"):
     """A stage of a pipeline in Python: a class, or a part of a bundle.
 
     Attributes:
@@ -46,8 +45,6 @@ class ObjectStageSpec(Struct, frozen=True, forbid_unknown_fields=True, tag="obje
 
     model: str
     version: str
-    index: int
-    num_stages: int
     name: str
     source: str
     digest: str
@@ -55,7 +52,7 @@ class ObjectStageSpec(Struct, frozen=True, forbid_unknown_fields=True, tag="obje
     device: str | None = None
     max_batch_size: int | None = None
     bundle: BundleStageSpec | None = None
-    pad: dict[str, float] = {}
+    pad: dict[str, float] = msgspec.field(default_factory=dict)
     session_tokens: int = 0
 
     @property
@@ -69,14 +66,6 @@ class ObjectStageSpec(Struct, frozen=True, forbid_unknown_fields=True, tag="obje
         return OBJECT_ROWS
 
     @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.num_stages - 1
-
-    @property
     def blocks(self) -> tuple[str, ...]:
         """Its name, for people."""
         part = self.bundle
@@ -86,9 +75,6 @@ class ObjectStageSpec(Struct, frozen=True, forbid_unknown_fields=True, tag="obje
     def dimensions(self) -> dict[str, tuple[int, int]]:
         """The number of rows of a batch."""
         return {BATCH: (1, MAX_ROWS)}
-
-    def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()
 
 
 StageSpec = BundleStageSpec | ObjectStageSpec

@@ -81,7 +81,7 @@ class SharedPayloads(SocketPayloads):
     def _enqueue_copied(self, connection: PeerConnection, message: Message) -> None:
         """Send through the ring, or through the socket without memory for a ring."""
         if self._ring is not None or self._open_ring(connection):
-            connection.outbox.append(Output(_with_kind(IN_RING, message.head)))
+            connection.outbox.append(Output(bytes([IN_RING]) + message.head[1:]))
             connection.outbox.append(Output(b"", message, to_ring=message.memory))
         else:
             super().enqueue(connection, message)
@@ -297,8 +297,3 @@ def _release(connection: "weakref.ref[PeerConnection]", frame: bytes) -> None:
     """The view was dropped. Called by the garbage collector."""
     if (alive := connection()) is not None:
         alive.queue_frame(frame)
-
-
-def _with_kind(kind: int, head: bytes) -> bytes:
-    """Return the head of a message with another kind."""
-    return bytes([kind]) + head[1:]

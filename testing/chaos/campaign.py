@@ -123,11 +123,6 @@ def _order(faults: Sequence[Fault], generator: random.Random) -> Iterator[Fault]
         yield from generator.sample(faults, len(faults))
 
 
-def _missing_targets_reason(fault: Fault, now: Snapshot) -> str:
-    """Return why the pipeline has no targets for the fault; empty if it has."""
-    return f"needs {NEEDS[fault.scope]}" if fault.scope in NEEDS and not _groups(fault.scope, now) else ""
-
-
 def _groups(scope: Scope, now: Snapshot) -> list[tuple[ObservedReplica, ...]]:
     """Return all possible target sets of a fault of this scope."""
     stages: dict[int, list[ObservedReplica]] = {}
@@ -142,7 +137,7 @@ def _groups(scope: Scope, now: Snapshot) -> list[tuple[ObservedReplica, ...]]:
 
 
 def choose_targets(fault: Fault, now: Snapshot, generator: random.Random) -> tuple[ObservedReplica, ...]:
-    """Return the targets of this fault; empty for a scope without workers. Requires an empty `missing_targets_reason`."""
+    """Return the targets of this fault; empty for a scope without workers. Requires that it is available."""
     return generator.choice(_groups(fault.scope, now)) if fault.scope in NEEDS else ()
 
 
@@ -162,8 +157,10 @@ def _resources(system: RunningService) -> dict[str, Resources]:
 
 def unavailable_reason(fault: Fault, system: RunningService, now: Snapshot) -> str:
     """Return why this fault is not possible on this machine and service now; empty if it is."""
-    if why := fault.unavailable_reason() or _missing_targets_reason(fault, now):
+    if why := fault.unavailable_reason():
         return why
+    if fault.scope in NEEDS and not _groups(fault.scope, now):
+        return f"needs {NEEDS[fault.scope]}"
     if fault.scope in ("leader", "frontend") and not system.child_pids(fault.scope):
         return f"no {fault.scope} on this machine is a process of `multiworld serve`"
     if fault.scope not in NEEDS:

@@ -24,7 +24,8 @@ def summarize(result: CampaignResult) -> dict[str, Any]:
     failed: list[Sample] = []
     forgiven: list[Sample] = []
     for sample in result.load.failed:
-        (forgiven if _is_excused(sample, result) else failed).append(sample)
+        excused = any(_excuses(each, result.plan.recovery_grace_s, sample) for each in result.injections)
+        (forgiven if excused else failed).append(sample)
     affected = _affected(result)
     in_flight = {id(sample) for each in affected for sample in each}
     kinds = dict.fromkeys(injection.fault for injection in result.injections)
@@ -63,10 +64,6 @@ def _affected(result: CampaignResult) -> list[list[Sample]]:
         ]
         for each in result.injections
     ]
-
-
-def _is_excused(sample: Sample, result: CampaignResult) -> bool:
-    return any(_excuses(injection, result.plan.recovery_grace_s, sample) for injection in result.injections)
 
 
 def _excuses(injection: Injection, grace_s: float, sample: Sample) -> bool:

@@ -56,7 +56,7 @@ def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> BatchInputs:
     relayed_at: list[int] = []
     refs: dict[str, list[tuple[int, RowRef]]] = {}
     row_bytes = 0
-    for _, neighbours in groupby(enumerate(row or other for row in rows), _input_id):
+    for _, neighbours in groupby(enumerate(row or other for row in rows), lambda each: id(each[1][0])):
         found = [(at, source, number) for at, (source, number) in neighbours]
         source = found[0][1]
         if isinstance(source, RemoteInput):
@@ -80,10 +80,6 @@ def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> BatchInputs:
         row_bytes=max(row_bytes, relayed_bytes),
         relayed_row_bytes=relayed_bytes,
     )
-
-
-def _input_id(row: tuple[int, tuple[RequestInput, int]]) -> int:
-    return id(row[1][0])
 
 
 def relayed_inputs(tensor: Tensor) -> BatchInputs:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from functools import partial
 
 from multiworld_serving.testing.chaos.faults.fault import HOLD_S, FaultContext, fault
-from multiworld_serving.testing.chaos.observer import ObservedReplica
 from multiworld_serving.testing.chaos.system import network
 from multiworld_serving.testing.chaos.system.processes import Connection, SystemProcess
 
@@ -44,34 +44,23 @@ def _cut(context: FaultContext) -> None:
         context.hold(HOLD_S)
 
 
-@fault(
-    "kill-holder",
-    "a worker stops for half the heartbeat timeout, and a worker of another stage, whose outputs it needs, gets SIGKILL",
-    "two",
-    causes=None,
-)
-def _kill_holder(context: FaultContext) -> None:
-    """Kill a worker while the batches that it has computed are on the way to a consumer that does not read."""
-    holder, consumer = sorted(context.targets, key=lambda target: target.stage)
-    _kill_while_stopped(context, killed=holder, stopped=consumer)
+def _kill_while_stopped(context: FaultContext, *, kills_reader: bool) -> None:
+    """Kill a worker while one of another stage is stopped for half the heartbeat timeout, so that it lives.
 
-
-@fault(
-    "kill-reader",
-    "a worker stops for half the heartbeat timeout, and a worker of another stage, which fetches from it, gets SIGKILL",
-    "two",
-    causes=None,
-)
-def _kill_reader(context: FaultContext) -> None:
-    """Kill a worker while it waits for tensors of a producer that does not send."""
-    holder, reader = sorted(context.targets, key=lambda target: target.stage)
-    _kill_while_stopped(context, killed=reader, stopped=holder)
-
-
-def _kill_while_stopped(context: FaultContext, *, killed: ObservedReplica, stopped: ObservedReplica) -> None:
-    """Kill a worker while another one is stopped for half the heartbeat timeout, so that it lives."""
+    The reader waits for a producer that does not send. The outputs of the holder are on the way to a consumer that does not read.
+    """
+    stopped, killed = sorted(context.targets, key=lambda target: target.stage, reverse=not kills_reader)
     with context.stopped([stopped]):
         context.hold(context.heartbeat_timeout_s / 4)
         context.signal(signal.SIGKILL, [killed])
         context.hold(context.heartbeat_timeout_s / 4)
     context.wait_broken([killed])
+
+
+_STOPPED = "a worker stops for half the heartbeat timeout, and a worker of another stage"
+fault("kill-holder", f"{_STOPPED}, whose outputs it needs, gets SIGKILL", "two", causes=None)(
+    partial(_kill_while_stopped, kills_reader=False)
+)
+fault("kill-reader", f"{_STOPPED}, which fetches from it, gets SIGKILL", "two", causes=None)(
+    partial(_kill_while_stopped, kills_reader=True)
+)

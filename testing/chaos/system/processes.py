@@ -91,12 +91,6 @@ class SystemProcess:
         return [Connection(*_endpoint(row[1]), *_endpoint(row[2])) for row in rows if row[3] == state and row[9] in own]
 
 
-def status_fields(pid: int) -> dict[str, str]:
-    """Return the fields of /proc/PID/status. Raises OSError if there is no such process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return dict(line.split(":", 1) for line in lines)
-
-
 def parent(pid: int) -> int:
     """Return the parent process id. Raises FileNotFoundError if there is no such process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -113,7 +107,7 @@ class Resources:
 
 def resources(pid: int) -> Resources:
     """Return the current resource usage of a process. Raises OSError if it has ended."""
-    status = status_fields(pid)
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     if "VmRSS" not in status:
         raise ProcessLookupError(f"process {pid} has ended")  # a zombie
     return Resources(int(status["Threads"]), len(os.listdir(f"/proc/{pid}/fd")), int(status["VmRSS"].split()[0]) / 1024)

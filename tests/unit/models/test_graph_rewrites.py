@@ -106,7 +106,7 @@ def patterns() -> BundleStage:
     weights = {key: part.view(each.shape) for (key, each), part in zip(weights.items(), parts, strict=True)}
     tensors = [TensorSpec(name, "float32", ("batch", *shape)) for name, shape in (("a", (6, 6, 8)), ("b", (8, 6, 6)))]
     spec = BundleStageSpec(
-        *("patterns", "1", 0, 1),
+        *(0, 1, "patterns", "1"),
         inputs=(TensorSpec("images", "float32", ("batch", 8, 6, 6)),),
         outputs=tuple(tensors),
         dimensions={"batch": (1, 8)},
