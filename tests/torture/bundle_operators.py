@@ -52,9 +52,19 @@ EXTREME = {
     False: (-(1 << 63), (1 << 63) - 1, -1, 1 << 40),
 }
 NAMES = {DTYPES[name]: name for name in DTYPES}
+ERRORS = (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, MemoryError)
+"""Of operators. NotImplementedError is a RuntimeError."""
+
+
+def equal(rank: int, **values: int) -> dict[str, list[int]]:
+    """Each value for all of `rank` dimensions."""
+    return {name: [value] * rank for name, value in values.items()}
 
 
 B = "batch"
+POOL = {"kernel_size": 2, "stride": 2, "dilation": 1}
+CONVOLUTION = {"stride": 1, "padding": 1, "dilation": 1}
+COLUMNS = {"kernel_size": 2, "dilation": 1, "padding": 0, "stride": 1}
 RECURRENT: dict[str, Any] = {
     **{"has_biases": True, "num_layers": 1, "dropout": {"float": "0.0"}},
     **{"train": False, "bidirectional": False, "batch_first": True},
@@ -63,21 +73,9 @@ FITTING: dict[str, dict[str, Any]] = {
     "_adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d": {"self": (B, 3, 6, 6), "output_size": [2, 3]},
     "_adaptive_avg_pool3d adaptive_avg_pool3d": {"self": (B, 3, 4, 4, 4), "output_size": [2, 2, 1]},
     "adaptive_avg_pool1d": {"self": (B, 3, 6), "output_size": [2]},
-    "avg_pool1d max_pool1d": {"self": (B, 3, 6), "kernel_size": [2], "stride": [2], "padding": [0], "dilation": [1]},
-    "avg_pool2d max_pool2d max_pool2d_with_indices": {
-        "self": (B, 3, 6, 6),
-        "kernel_size": [2, 2],
-        "stride": [2, 2],
-        "padding": [1, 1],
-        "dilation": [1, 1],
-    },
-    "avg_pool3d max_pool3d_with_indices": {
-        "self": (B, 2, 4, 4, 4),
-        "kernel_size": [2, 2, 2],
-        "stride": [2, 2, 2],
-        "padding": [0, 0, 0],
-        "dilation": [1, 1, 1],
-    },
+    "avg_pool1d max_pool1d": {"self": (B, 3, 6), **equal(1, **POOL, padding=0)},
+    "avg_pool2d max_pool2d max_pool2d_with_indices": {"self": (B, 3, 6, 6), **equal(2, **POOL, padding=1)},
+    "avg_pool3d max_pool3d_with_indices": {"self": (B, 2, 4, 4, 4), **equal(3, **POOL, padding=0)},
     "_cdist_forward": {"x1": (B, 4, 3), "x2": (B, 5, 3), "compute_mode": 1},
     "_log_softmax _softmax": {"dim": 1, "half_to_float": False},
     "_native_batch_norm_legit_no_training _native_batch_norm_legit batch_norm": {
@@ -101,49 +99,33 @@ FITTING: dict[str, dict[str, Any]] = {
     "dot ger outer": {"self": (4,), "tensor": (4,), "vec2": (4,)},
     "linear": {"input": (B, 2, 6), "weight": (5, 6), "bias": (5,)},
     "matmul": {"self": (B, 2, 6), "other": (6, 3)},
-    "conv1d": {
-        "input": (B, 4, 6),
-        "weight": (2, 4, 3),
-        "bias": (2,),
-        "stride": [1],
-        "padding": [1],
-        "dilation": [1],
-        "groups": 1,
-    },
+    "conv1d": {"input": (B, 4, 6), "weight": (2, 4, 3), "bias": (2,), **equal(1, **CONVOLUTION), "groups": 1},
     "conv2d": {
         **{"input": (B, 4, 6, 6), "weight": (2, 4, 3, 3), "bias": (2,)},
-        **{"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": 1},
+        **equal(2, **CONVOLUTION),
+        "groups": 1,
     },
     "conv3d": {
         **{"input": (B, 2, 4, 4, 4), "weight": (2, 2, 3, 3, 3), "bias": (2,)},
-        **{"stride": [1, 1, 1], "padding": [1, 1, 1], "dilation": [1, 1, 1], "groups": 1},
+        **equal(3, **CONVOLUTION),
+        "groups": 1,
     },
     "conv_transpose1d": {
-        "input": (B, 4, 6),
-        "weight": (4, 2, 3),
-        "bias": (2,),
-        "stride": [1],
-        "padding": [0],
-        "groups": 1,
+        **{"input": (B, 4, 6), "weight": (4, 2, 3), "bias": (2,), "groups": 1},
+        **equal(1, stride=1, padding=0),
     },
     "conv_transpose2d": {"input": (B, 4, 6, 6), "weight": (4, 2, 3, 3), "bias": (2,), "stride": [2, 2], "groups": 1},
     "conv_transpose3d": {
-        "input": (B, 2, 4, 4, 4),
-        "weight": (2, 2, 3, 3, 3),
-        "bias": (2,),
-        "stride": [1, 1, 1],
-        "groups": 1,
+        **{"input": (B, 2, 4, 4, 4), "weight": (2, 2, 3, 3, 3), "bias": (2,), "groups": 1},
+        **equal(3, stride=1),
     },
     "convolution": {
         **{"input": (B, 4, 6, 6), "weight": (2, 4, 3, 3), "bias": (2,), "transposed": False, "groups": 1},
         **{"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "output_padding": [0, 0]},
     },
     "embedding": {
-        "weight": (10, 4),
-        "indices": (B, 3),
-        "padding_idx": -1,
-        "scale_grad_by_freq": False,
-        "sparse": False,
+        **{"weight": (10, 4), "indices": (B, 3), "padding_idx": -1},
+        **{"scale_grad_by_freq": False, "sparse": False},
     },
     "gather scatter scatter_add scatter_reduce": {
         **{"self": (B, 4, 3), "index": (B, 2, 3), "src": (B, 4, 3), "dim": 1, "reduce": "sum"},
@@ -162,11 +144,8 @@ FITTING: dict[str, dict[str, Any]] = {
     "lstm": {"input": (B, 5, 3), "hx": [(1, B, 4), (1, B, 4)], "params": [(16, 3), (16, 4), (16,), (16,)], **RECURRENT},
     "gru": {"input": (B, 5, 3), "hx": (1, B, 4), "params": [(12, 3), (12, 4), (12,), (12,)], **RECURRENT},
     "rnn_tanh rnn_relu": {"input": (B, 5, 3), "hx": (1, B, 4), "params": [(4, 3), (4, 4), (4,), (4,)], **RECURRENT},
-    "im2col": {"self": (B, 2, 4, 4), "kernel_size": [2, 2], "dilation": [1, 1], "padding": [0, 0], "stride": [1, 1]},
-    "col2im": {
-        **{"self": (B, 8, 9), "output_size": [4, 4], "kernel_size": [2, 2]},
-        **{"dilation": [1, 1], "padding": [0, 0], "stride": [1, 1]},
-    },
+    "im2col": {"self": (B, 2, 4, 4), **equal(2, **COLUMNS)},
+    "col2im": {"self": (B, 8, 9), "output_size": [4, 4], **equal(2, **COLUMNS)},
     "pixel_shuffle": {"self": (B, 4, 3, 3), "upscale_factor": 2},
     "pixel_unshuffle": {"self": (B, 2, 4, 4), "downscale_factor": 2},
     "one_hot": {"self": (B, 3), "num_classes": 5},
@@ -230,11 +209,8 @@ class Case:
                 args.append(_json(argument.default_value))
                 continue
             fits = argument.name in self.fits and self.rng.random() < 0.93
-            value = (
-                self.fitting(self.fits[argument.name], argument.name)
-                if fits
-                else self.value(str(argument.type), argument.name)
-            )
+            given = self.fits.get(argument.name)
+            value = self.fitting(given, argument.name) if fits else self.value(str(argument.type), argument.name)
             if argument.kwarg_only:
                 if argument.name not in ("device", "pin_memory", "generator"):
                     kwargs[argument.name] = value
@@ -399,17 +375,7 @@ def compute(seed: int, numbers: Iterator[int], guard: int) -> None:
             content = case.content()
             graph = Graph.from_json(json.dumps(content))
             check_graph(graph, [{"batch": batch} for batch in BATCHES])
-        except (
-            ModelError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-            IndexError,
-            ArithmeticError,
-            NotImplementedError,
-            AssertionError,
-            MemoryError,
-        ):
+        except (ModelError, AssertionError, *ERRORS):
             print(number, "refused", case.target, flush=True)
             continue
         print(number, "run", case.target, flush=True)
@@ -436,15 +402,7 @@ def results(graph: Graph, rng: random.Random, guard: int) -> str:
         try:
             with torch.inference_mode():
                 outputs = module(*(tensor for _, tensor in inputs))
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            IndexError,
-            ArithmeticError,
-            NotImplementedError,
-            MemoryError,
-        ) as error:
+        except ERRORS as error:
             digest.update(type(error).__name__.encode())
         else:
             for each in outputs:
@@ -503,17 +461,12 @@ class Twin(threading.Thread):
         """Compute all cases."""
         byte, begin = (0x5A, 0xB7)[self._index], 0
         tunables = f"glibc.malloc.perturb={byte}:glibc.malloc.tcache_count=0"
-        environment = {
-            **os.environ,
-            "MALLOC_PERTURB_": str(byte),
-            "GLIBC_TUNABLES": tunables,
-            "PYTHONWARNINGS": "ignore",
-        }
+        own = {"MALLOC_PERTURB_": str(byte), "GLIBC_TUNABLES": tunables, "PYTHONWARNINGS": "ignore"}
         while begin < self._cases and time.monotonic() < self._until_s:
             given = [*self._arguments, "--compute", str(begin), "--cases", str(self._cases), "--guard", str(byte)]
             command = [sys.executable, "-m", "tests.torture.bundle_operators", *given]
             with subprocess.Popen(
-                command, stdout=subprocess.PIPE, text=True, env=environment, stderr=subprocess.DEVNULL
+                command, stdout=subprocess.PIPE, text=True, env=os.environ | own, stderr=subprocess.DEVNULL
             ) as process:
                 assert process.stdout is not None
                 for line in process.stdout:
@@ -528,11 +481,8 @@ class Twin(threading.Thread):
                         return
             if process.returncode:
                 step, target = self.lines.get(begin - 1, ("start", ""))[:2]
-                how = (
-                    signal.Signals(-process.returncode).name
-                    if process.returncode < 0
-                    else f"status {process.returncode}"
-                )
+                code = process.returncode
+                how = signal.Signals(-code).name if code < 0 else f"status {code}"
                 self.findings.append(f"case {begin - 1}: {target} ended the process with {how} (step: {step})")
 
 
