@@ -198,30 +198,22 @@ def test_views_are_intact_and_blocks_can_be_opened_after_the_producer_was_killed
 
 
 @each_kind
-def test_memory_is_freed_when_the_consumer_was_killed(kind: str) -> None:
+@pytest.mark.parametrize("writes", [False, True])
+def test_memory_is_unchanged_and_freed_when_the_consumer_was_killed_or_writes_to_it(kind: str, writes: bool) -> None:
     pool = SegmentPool(8 * MIB, memory=KINDS[kind]())
-    process, connection = start("consume", kind, False)
+    process, connection = start("consume", kind, writes)
     with connection:
         tensor, segment = lent(pool, MIB, 7)
         socket.send_fds(connection, [json.dumps([segment.size, tensor.nbytes, 7]).encode()], [segment.fd])
         assert connection.recv(1) == b"\7"
-        process.kill()
+        if writes:
+            connection.send(b".")
+        else:
+            process.kill()
         assert connection.recv(1) == b"", "the kernel closes the connection: the lease ends"
-        process.wait(PATIENCE_S)
+        assert process.wait(PATIENCE_S) == (-signal.SIGSEGV if writes else -signal.SIGKILL)
+    assert bool((tensor == 7).all())
     del tensor
     assert pool.reserved_bytes == MIB
     pool.release(segment, retire=True)
     assert pool.reserved_bytes == 0
-
-
-@each_kind
-def test_writing_to_lent_memory_ends_the_consumer_and_changes_nothing(kind: str) -> None:
-    pool = SegmentPool(8 * MIB, memory=KINDS[kind]())
-    process, connection = start("consume", kind, True)
-    with connection:
-        tensor, segment = lent(pool, MIB, 7)
-        socket.send_fds(connection, [json.dumps([segment.size, tensor.nbytes, 7]).encode()], [segment.fd])
-        assert connection.recv(1) == b"\7"
-        connection.send(b".")
-        assert process.wait(PATIENCE_S) == -signal.SIGSEGV
-    assert bool((tensor == 7).all())

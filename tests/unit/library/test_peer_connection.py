@@ -76,8 +76,12 @@ class End:
         await until(lambda: all(operation in self.owner.completed for operation in operations))
 
 
+Pair = tuple[End, End]
+OneEnd = tuple[End, socket.socket]
+
+
 @pytest.fixture
-async def pair() -> AsyncIterator[tuple[End, End]]:
+async def pair() -> AsyncIterator[Pair]:
     one, other = map(End, socket.socketpair())
     yield one, other
     for end in (one, other):
@@ -85,7 +89,7 @@ async def pair() -> AsyncIterator[tuple[End, End]]:
 
 
 @pytest.fixture
-async def end() -> AsyncIterator[tuple[End, socket.socket]]:
+async def end() -> AsyncIterator[OneEnd]:
     """A peer connection, and the plain socket at the other end of it."""
     ours, theirs = socket.socketpair()
     made = End(ours)
@@ -113,7 +117,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_nothing_is_sent_before_a_receive_is_posted(end: tuple[End, socket.socket]) -> None:
+async def test_nothing_is_sent_before_a_receive_is_posted(end: OneEnd) -> None:
     made, peer = end
     operations = [made.send(torch.full((4,), float(tag)), tag) for tag in (1, 2)]
     await settled()
@@ -129,7 +133,7 @@ async def test_nothing_is_sent_before_a_receive_is_posted(end: tuple[End, socket
     assert (await heard(peer, HEAD.size + 16))[HEAD.size :] != data
 
 
-async def test_messages_of_a_tag_arrive_in_order_in_any_order_of_tags(pair: tuple[End, End]) -> None:
+async def test_messages_of_a_tag_arrive_in_order_in_any_order_of_tags(pair: Pair) -> None:
     one, other = pair
     chance = random.Random(1)
     sizes = [0, 1, 100, 9_000, 300_000]
@@ -147,7 +151,7 @@ async def test_messages_of_a_tag_arrive_in_order_in_any_order_of_tags(pair: tupl
         assert set(tensor.tolist()) <= {float(number)}
 
 
-async def test_fragmented_message_is_received_completely(end: tuple[End, socket.socket]) -> None:
+async def test_fragmented_message_is_received_completely(end: OneEnd) -> None:
     made, peer = end
     tensors = [torch.zeros(5, dtype=torch.int16), torch.zeros(0), torch.zeros(3, dtype=torch.int16)]
     operations = [made.receive(tensor) for tensor in tensors]
@@ -164,7 +168,7 @@ async def test_fragmented_message_is_received_completely(end: tuple[End, socket.
     assert tensors[2].numpy().tobytes() == b"abcdef"
 
 
-async def test_receive_credits_are_sent_before_messages_that_have_not_started(end: tuple[End, socket.socket]) -> None:
+async def test_receive_credits_are_sent_before_messages_that_have_not_started(end: OneEnd) -> None:
     """Otherwise the peer would get them only after all queued messages."""
     made, peer = end
     peer.send(2 * posted())
@@ -194,9 +198,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize("what", INVALID)
-async def test_protocol_error_is_reported_once_and_its_data_is_dropped(
-    end: tuple[End, socket.socket], what: str
-) -> None:
+async def test_protocol_error_is_reported_once_and_its_data_is_dropped(end: OneEnd, what: str) -> None:
     made, peer = end
     data, words = INVALID[what]
     tensor = torch.full((4,), 7.0)
@@ -216,7 +218,7 @@ async def test_protocol_error_is_reported_once_and_its_data_is_dropped(
 
 
 @pytest.mark.parametrize("come", [0, 1, HEAD.size, HEAD.size + 1000, HEAD.size + 100_000])
-async def test_pending_messages_fail_when_the_connection_is_lost(end: tuple[End, socket.socket], come: int) -> None:
+async def test_pending_messages_fail_when_the_connection_is_lost(end: OneEnd, come: int) -> None:
     made, peer = end
     peer.send(posted(3))
     await settled()
@@ -238,7 +240,7 @@ async def test_pending_messages_fail_when_the_connection_is_lost(end: tuple[End,
     assert made.connection.end_reason == reason
 
 
-async def test_event_loop_runs_other_work_while_a_peer_sends_continuously(end: tuple[End, socket.socket]) -> None:
+async def test_event_loop_runs_other_work_while_a_peer_sends_continuously(end: OneEnd) -> None:
     made, peer = end
     size = 64 << 20
     operation = made.receive(torch.zeros(size, dtype=torch.uint8))
@@ -271,7 +273,7 @@ class Narrow:
 
 @pytest.mark.parametrize("gone", [1, HEAD.size - 1, HEAD.size])
 async def test_nothing_is_sent_between_the_parts_of_a_message(
-    end: tuple[End, socket.socket], monkeypatch: pytest.MonkeyPatch, gone: int
+    end: OneEnd, monkeypatch: pytest.MonkeyPatch, gone: int
 ) -> None:
     made, peer = end
     peer.send(posted())
@@ -287,7 +289,7 @@ async def test_nothing_is_sent_between_the_parts_of_a_message(
 
 
 async def test_messages_are_read_in_order_when_the_owner_reenters_the_connection(
-    end: tuple[End, socket.socket],
+    end: OneEnd,
 ) -> None:
     """Like an algorithm that an eager task factory runs inside `on_transferred`."""
     made, peer = end

@@ -71,8 +71,13 @@ class LocalEnd(End):
         return view, self.start(recv_view(FACTS, view, 1, 0))
 
 
+Pair = tuple[LocalEnd, LocalEnd]
+OneEnd = tuple[LocalEnd, socket.socket]
+"""A connection, and the plain socket at the other end of it."""
+
+
 @pytest.fixture
-async def pair() -> AsyncIterator[tuple[LocalEnd, LocalEnd]]:
+async def pair() -> AsyncIterator[Pair]:
     one, other = map(LocalEnd, socket.socketpair())
     yield one, other
     for end in (one, other):
@@ -80,7 +85,7 @@ async def pair() -> AsyncIterator[tuple[LocalEnd, LocalEnd]]:
 
 
 @pytest.fixture
-async def end() -> AsyncIterator[tuple[LocalEnd, socket.socket]]:
+async def end() -> AsyncIterator[OneEnd]:
     ours, theirs = socket.socketpair()
     made = LocalEnd(ours)
     theirs.setblocking(False)
@@ -104,9 +109,7 @@ def leases(end: LocalEnd) -> int:
 
 @pytest.mark.parametrize("size", [MIN_BYTES - 1, MIN_BYTES, SLOT_BYTES, RING_BYTES + 1, 9 * MIB])
 @pytest.mark.parametrize("in_place", [True, False])
-async def test_bytes_arrive_when_they_are_sent_both_ways_at_once(
-    pair: tuple[LocalEnd, LocalEnd], size: int, in_place: bool
-) -> None:
+async def test_bytes_arrive_when_they_are_sent_both_ways_at_once(pair: Pair, size: int, in_place: bool) -> None:
     tensors = [allocated(each, size) if in_place else random_bytes(size) for each in pair]
     targets = [torch.zeros(size, dtype=torch.uint8) for _ in pair]
     sends = [each.send(tensor) for each, tensor in zip(pair, tensors, strict=True)]
@@ -119,7 +122,7 @@ async def test_bytes_arrive_when_they_are_sent_both_ways_at_once(
 
 
 async def test_segment_is_used_again_only_after_the_tensor_and_all_views_are_dropped(
-    pair: tuple[LocalEnd, LocalEnd],
+    pair: Pair,
 ) -> None:
     one, other = pair
     tensor = allocated(one, MIB)
@@ -144,7 +147,7 @@ async def test_segment_is_used_again_only_after_the_tensor_and_all_views_are_dro
 
 
 async def test_receiver_gets_the_bytes_of_the_call_when_the_sender_overwrites_a_tensor_after_its_send(
-    pair: tuple[LocalEnd, LocalEnd],
+    pair: Pair,
 ) -> None:
     """A message lends its payload and is complete when it is announced. A send has copied its tensor when it is complete or has failed."""
     one, other = pair
@@ -184,9 +187,7 @@ class RefusingSocket:
 
 
 @pytest.mark.parametrize("with_ring", [False, True])
-async def test_message_is_copied_when_too_many_descriptors_are_in_flight(
-    pair: tuple[LocalEnd, LocalEnd], with_ring: bool
-) -> None:
+async def test_message_is_copied_when_too_many_descriptors_are_in_flight(pair: Pair, with_ring: bool) -> None:
     one, other = pair
     if with_ring:
         received = other.receive(torch.empty(MIB, dtype=torch.uint8))
@@ -205,7 +206,7 @@ async def test_message_is_copied_when_too_many_descriptors_are_in_flight(
 
 
 async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sender_end(
-    pair: tuple[LocalEnd, LocalEnd],
+    pair: Pair,
 ) -> None:
     one, other = pair
     tensor = allocated(one, MIB)
@@ -223,7 +224,7 @@ async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sende
 
 
 async def test_view_is_copied_and_the_segment_is_released_when_it_cannot_be_mapped(
-    pair: tuple[LocalEnd, LocalEnd], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = pair
     tensor = allocated(one, MIB)
@@ -367,7 +368,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("descriptor", "frames", "reason"), HOSTILE)
 async def test_world_breaks_when_the_peer_violates_the_protocol(
-    end: tuple[LocalEnd, socket.socket], descriptor: str, frames: bytes, reason: str
+    end: OneEnd, descriptor: str, frames: bytes, reason: str
 ) -> None:
     made, peer = end
     made.view()
@@ -383,7 +384,7 @@ async def test_world_breaks_when_the_peer_violates_the_protocol(
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-async def test_world_breaks_when_descriptors_come_without_frames(end: tuple[LocalEnd, socket.socket]) -> None:
+async def test_world_breaks_when_descriptors_come_without_frames(end: OneEnd) -> None:
     made, peer = end
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):

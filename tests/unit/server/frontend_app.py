@@ -48,19 +48,10 @@ class ColourPredictor(LeaderPool):
     keys: list[str] = field(default_factory=list)
     cancelled: int = 0
 
-    async def predict(
-        self,
-        rows: Tensor,
-        *,
-        deadline_s: float,
-        request_id: str,
-        key: str = "",
-        traced: bool = False,
-        route: tuple[str, ...] = (),
-    ) -> Prediction:
+    async def predict(self, rows: Tensor, *, key: str = "", **asked: Any) -> Prediction:
         assert self.answer or (rows.dtype, rows.shape[1:], key) == (torch.uint8, (3, SIDE, SIDE), "")
-        self.deadlines_s.append(deadline_s)
-        self.request_ids.append(request_id)
+        self.deadlines_s.append(asked["deadline_s"])
+        self.request_ids.append(asked["request_id"])
         self.keys.append(key)
         self.asked.release()
         try:

@@ -57,20 +57,15 @@ def test_version_of_the_same_interface_is_loaded(folder: Path) -> None:
         loader.load("same version", versions)
 
 
-def test_version_with_another_interface_is_refused_with_the_difference(folder: Path) -> None:
-    loader, plan = opened(folder)
-    says = r"classifier@3 has other labels than the service: labels label 0 and label 1.*the bundle has labels none"
-    with pytest.raises(BundleError, match=says):
-        loader.load("logits", VersionTable(plan))
-
-
-def test_version_of_another_model_is_refused(folder: Path) -> None:
+def test_version_with_another_interface_or_of_another_model_is_refused_with_the_difference(folder: Path) -> None:
     options = ExportSettings("other", "2", ("images",), max_batch_size=8)
     export_model(Classifier(), [torch.rand(2, 3, SIZE, SIZE)], folder / "other", options)
     loader, plan = opened(folder)
-    says = "the model 'other', but the service serves 'classifier'; export it with --name classifier"
-    with pytest.raises(BundleError, match=says):
-        loader.load("other", VersionTable(plan))
+    labels = r"classifier@3 has other labels than the service: labels label 0 and label 1.*the bundle has labels none"
+    name = "the model 'other', but the service serves 'classifier'; export it with --name classifier"
+    for version, says in {"logits": labels, "other": name}.items():
+        with pytest.raises(BundleError, match=says):
+            loader.load(version, VersionTable(plan))
 
 
 @pytest.mark.parametrize("name", ["bundles/two", "random:1", "x" * 1000])

@@ -192,17 +192,8 @@ class MovingPredictor(ColourPredictor):
     def version(self) -> ModelVersion:
         return ModelVersion(self.number, f"weights {self.number}")
 
-    async def predict(
-        self,
-        rows: torch.Tensor,
-        *,
-        deadline_s: float,
-        request_id: str,
-        key: str = "",
-        traced: bool = False,
-        route: tuple[str, ...] = (),
-    ) -> Prediction:
-        answer = await super().predict(rows, deadline_s=deadline_s, request_id=request_id)
+    async def predict(self, rows: torch.Tensor, **asked: Any) -> Prediction:
+        answer = await super().predict(rows, **asked)
         version, self.number = self.version, 2
         return msgspec.structs.replace(answer, version=version.name, version_number=version.number)
 

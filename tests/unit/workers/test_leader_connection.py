@@ -75,8 +75,12 @@ class FakeLeader:
         await asyncio.gather(*self._joining, return_exceptions=True)
 
 
+Leaders = tuple[FakeLeader, FakeLeader]
+Tasks = list[asyncio.Task[None]]
+
+
 @pytest.fixture
-async def leaders() -> AsyncIterator[tuple[FakeLeader, FakeLeader]]:
+async def leaders() -> AsyncIterator[Leaders]:
     made = FakeLeader(), FakeLeader()
     yield made
     for leader in made:
@@ -128,7 +132,7 @@ def joined(leader: FakeLeader) -> World | None:
 
 
 async def test_worker_joins_the_next_leader_when_the_first_is_lost_and_returns_when_that_takes_it(
-    engine: Engine, leaders: tuple[FakeLeader, FakeLeader], connections: list[asyncio.Task[None]]
+    engine: Engine, leaders: Leaders, connections: Tasks
 ) -> None:
     first, second = leaders
     worker = connection(engine, first.port, second.port)
@@ -153,7 +157,7 @@ async def test_worker_joins_the_next_leader_when_the_first_is_lost_and_returns_w
 
 
 async def test_worker_moves_to_any_leader_when_its_own_one_asks_for_it(
-    engine: Engine, leaders: tuple[FakeLeader, FakeLeader], connections: list[asyncio.Task[None]]
+    engine: Engine, leaders: Leaders, connections: Tasks
 ) -> None:
     first, second = leaders
     worker = connection(engine, first.port, second.port)
@@ -169,7 +173,7 @@ async def test_worker_moves_to_any_leader_when_its_own_one_asks_for_it(
 
 
 async def test_leader_that_cannot_serve_gets_the_worker_when_no_other_one_takes_it(
-    engine: Engine, leaders: tuple[FakeLeader, FakeLeader], connections: list[asyncio.Task[None]]
+    engine: Engine, leaders: Leaders, connections: Tasks
 ) -> None:
     for leader in leaders:
         leader.answer = JoinOffer("", 0, wait_ms=1, elsewhere=True)
@@ -203,7 +207,7 @@ async def test_worker_of_several_leaders_continues_when_one_refuses_its_token(
     stranger: FakeLeader,
     engine: Engine,
     caplog: pytest.LogCaptureFixture,
-    connections: list[asyncio.Task[None]],
+    connections: Tasks,
 ) -> None:
     caplog.set_level(logging.INFO)
     connections.append(asyncio.create_task(connection(engine, stranger.port, 1).run()))
@@ -212,7 +216,7 @@ async def test_worker_of_several_leaders_continues_when_one_refuses_its_token(
 
 
 async def test_worker_says_that_it_waits_when_nothing_listens(
-    engine: Engine, caplog: pytest.LogCaptureFixture, connections: list[asyncio.Task[None]]
+    engine: Engine, caplog: pytest.LogCaptureFixture, connections: Tasks
 ) -> None:
     caplog.set_level(logging.INFO)
     connections.append(asyncio.create_task(connection(engine, 1).run()))
@@ -222,9 +226,9 @@ async def test_worker_says_that_it_waits_when_nothing_listens(
 
 async def test_worker_logs_once_when_its_leader_offers_no_world_several_times(
     engine: Engine,
-    leaders: tuple[FakeLeader, FakeLeader],
+    leaders: Leaders,
     caplog: pytest.LogCaptureFixture,
-    connections: list[asyncio.Task[None]],
+    connections: Tasks,
 ) -> None:
     leader = leaders[0]
     leader.answer = JoinOffer("", 0)
