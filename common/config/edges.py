@@ -1,9 +1,8 @@
 """The settings of data edges, which workers and frontends share."""
 
-from pydantic import SecretStr, field_validator
+from pydantic import SecretStr
 
-from multiworld_serving.common.config.addresses import parse_address
-from multiworld_serving.common.config.settings import INTERNAL, Settings, setting
+from multiworld_serving.common.config.settings import INTERNAL, AdvertisedAddress, Settings, setting
 
 
 class EdgeSettings(Settings):
@@ -12,18 +11,11 @@ class EdgeSettings(Settings):
     edge_min_bytes: int = setting(8192, "Network", ge=0, le=1 << 30)
     """Smallest tensor in bytes that a process keeps for others to fetch. Smaller ones travel in the messages to and from the leader, which
     takes one round trip less."""
-    advertise_edge: str | None = setting(
+    advertise_edge: AdvertisedAddress = setting(
         None, "Network", allowed="HOST or HOST:PORT, such as worker-1.example or 203.0.113.7:9002"
     )
     """Address at which other processes fetch tensors: HOST, or HOST:PORT if the port differs too; by default the local address of the
     connection to the first leader."""
-
-    @field_validator("advertise_edge")
-    @classmethod
-    def _advertised_edge_is_an_address(cls, host: str | None) -> str | None:
-        if host is not None:
-            parse_address(host, default_port=1)
-        return host
 
 
 class EdgePortSettings(EdgeSettings):

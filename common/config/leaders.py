@@ -2,13 +2,13 @@
 
 import logging
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import PrivateAttr, field_validator, model_validator
+from pydantic import PrivateAttr, model_validator
 
 from multiworld_serving.common.config.addresses import Address, parse_addresses
 from multiworld_serving.common.config.errors import SettingsError
-from multiworld_serving.common.config.settings import Settings, setting
+from multiworld_serving.common.config.settings import Settings, checked_by, setting
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,9 @@ class LeadersSettings(Settings):
 
     exclusive: ClassVar[tuple[tuple[str, str], ...]] = (*Settings.exclusive, ("leader", "leaders_file"))
 
-    leader: str | None = setting(None, "Network", allowed="HOST:PORT, such as node1:8001,node2:8001, each once")
+    leader: Annotated[str | None, checked_by(parse_addresses)] = setting(
+        None, "Network", allowed="HOST:PORT, such as node1:8001,node2:8001, each once"
+    )
     """HOST:PORT of a leader's join port; repeat the option, or separate with commas, for several leaders. Required without
     --leaders-file."""
     leaders_file: Path | None = setting(None, "Network")
@@ -62,13 +64,6 @@ class LeadersSettings(Settings):
         if self._known and len(found) != len(self._known):
             raise SettingsError(f"{file} has {len(found)} leaders; expected {len(self._known)}, as at the start")
         return found
-
-    @field_validator("leader")
-    @classmethod
-    def _leaders_have_host_and_port(cls, leader: str | None) -> str | None:
-        if leader is not None:
-            parse_addresses(leader)
-        return leader
 
     @model_validator(mode="after")
     def _leaders_are_given(self) -> Self:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_UNLIMITED = "max"
+
 _PR_SET_PDEATHSIG = 1
 _FROZEN_OBJECTS = 50_000
 """The garbage collector has fewer objects after `gc.freeze`, and more before it."""
@@ -117,9 +117,12 @@ def check_memory(needed_bytes: int) -> None:
 
     This checks and does not reserve: other processes may allocate afterwards. Does nothing if the available memory is unknown.
     """
-    available_bytes = min((found for found in (_in_container(), _on_machine()) if found is not None), default=None)
-    if available_bytes is not None and needed_bytes > available_bytes:
-        raise MemoryError(f"needs {needed_bytes / 1e6:.0f} MB, but only {available_bytes / 1e6:.0f} MB are available")
+    available_bytes = []
+    for find in (_in_container, _on_machine):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            available_bytes.append(find())
+    if available_bytes and needed_bytes > (least := min(available_bytes)):
+        raise MemoryError(f"needs {needed_bytes / 1e6:.0f} MB, but only {least / 1e6:.0f} MB are available")
 
 
 def release_free_memory() -> None:
@@ -135,25 +138,17 @@ def release_free_memory() -> None:
         trim(0)
 
 
-def _on_machine() -> int | None:
-    try:
-        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
+def _on_machine() -> int:
+    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-def _in_container() -> int | None:
-    """Memory left in the control group. Inactive page cache counts as available, because the kernel reclaims it."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit == _UNLIMITED:
-            return None
-        used = int((_CGROUP / "memory.current").read_text())
-        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(statistics["inactive_file"])
-    except (OSError, KeyError, ValueError):
-        return None
+def _in_container() -> int:
+    """Memory left in the control group. Inactive page cache counts as available, because the kernel reclaims it. ValueError: no limit."""
+    limit = int((_CGROUP / "memory.max").read_text())  # or "max"
+    used = int((_CGROUP / "memory.current").read_text())
+    statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    return limit - used + int(statistics["inactive_file"])
 
 
 @contextlib.asynccontextmanager

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from multiworld_serving.common.config.addresses import parse_address
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.tokens import read_token, read_tokens
 
@@ -50,6 +52,21 @@ def setting(
     facts: Any = {"panel": panel, "allowed": allowed, "names": names, "metavar": metavar, "positional": positional}
     given: dict[str, Any] = {"default_factory": default_factory} if default_factory else {"default": default}
     return Field(json_schema_extra=facts | {"has_variable": has_variable}, **given, **bounds)
+
+
+def checked_by(parse: Callable[[str], object]) -> AfterValidator:
+    """For an optional text, which `parse` must accept. It raises ValueError."""
+
+    def checked(text: str | None) -> str | None:
+        if text is not None:
+            parse(text)
+        return text
+
+    return AfterValidator(checked)
+
+
+AdvertisedAddress = Annotated[str | None, checked_by(partial(parse_address, default_port=1))]
+"""HOST, or HOST:PORT."""
 
 
 class Options(BaseModel):

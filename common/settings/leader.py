@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import SecretStr, field_validator, model_validator
 
 from multiworld_serving.common.config.addresses import NAME_ALLOWED, NAME_PATTERN, name_after_host, parse_address
-from multiworld_serving.common.config.settings import INTERNAL, Settings, setting
+from multiworld_serving.common.config.settings import INTERNAL, AdvertisedAddress, Settings, setting
 from multiworld_serving.common.service.model_versions import model_and_version
 
 
@@ -81,7 +81,7 @@ class LeaderSettings(ServiceSettings):
     """Tokens of all sequences that one worker generates at the same time, prompts included; bounds the memory for keys and values."""
     join_host: str = setting("127.0.0.1", "Network")
     """Address at which workers join: a private network, never a public one."""
-    advertise_host: str | None = setting(
+    advertise_host: AdvertisedAddress = setting(
         None, "Network", allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001"
     )
     """Address that workers are told to join at, if it differs from the one that they connect to first."""
@@ -137,17 +137,7 @@ class LeaderSettings(ServiceSettings):
 
     def advertised(self, join_port: int) -> str:
         """HOST:PORT at which workers join; empty = the address that they connected to."""
-        if self.advertise_host is None:
-            return ""
-        address = parse_address(self.advertise_host, default_port=join_port)
-        return str(address)
-
-    @field_validator("advertise_host")
-    @classmethod
-    def _advertised_host_is_an_address(cls, host: str | None) -> str | None:
-        if host is not None:
-            parse_address(host, default_port=1)
-        return host
+        return "" if self.advertise_host is None else str(parse_address(self.advertise_host, default_port=join_port))
 
     @field_validator("stage_settings", mode="before")
     @classmethod

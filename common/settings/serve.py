@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from multiworld_serving.common.config.addresses import (
     NAME_ALLOWED,
@@ -22,7 +22,7 @@ from multiworld_serving.common.config.addresses import (
 from multiworld_serving.common.config.edges import EdgePortSettings, EdgeSettings
 from multiworld_serving.common.config.errors import SettingsError
 from multiworld_serving.common.config.leaders import LeadersSettings
-from multiworld_serving.common.config.settings import DEVICE_PATTERN, INTERNAL, panel, setting
+from multiworld_serving.common.config.settings import DEVICE_PATTERN, INTERNAL, checked_by, panel, setting
 from multiworld_serving.common.config.sources import nearest, validated
 from multiworld_serving.common.settings.leader import LeaderSettings, ServiceSettings
 
@@ -125,12 +125,29 @@ class HttpSettings(ServiceSettings):
         return self
 
 
+def leaders_by_model(text: str) -> dict[str, tuple[Address, ...]]:
+    """Split "MODEL=host:port,host:port,MODEL=host:port". Raises ValueError."""
+    texts: dict[str, list[str]] = {}
+    name = ""
+    for part in map(str.strip, text.split(",")):
+        given, equals, address = part.rpartition("=")
+        name = given if equals else name
+        if equals and not name:
+            raise ValueError("must name a model before =")
+        texts.setdefault(name, []).append(address)
+    if "" in texts and len(texts) > 1:
+        raise ValueError("must name the model of each leader")
+    return {model: parse_addresses(",".join(addresses)) for model, addresses in texts.items()}
+
+
 class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
     """Settings of a frontend: the leaders to use, and its HTTP API."""
 
     section: ClassVar[str] = "frontend"
 
-    leader: str | None = setting(None, "Network", allowed="[MODEL=]HOST:PORT, such as node1:8001,node2:8001, each once")
+    leader: Annotated[str | None, checked_by(leaders_by_model)] = setting(
+        None, "Network", allowed="[MODEL=]HOST:PORT, such as node1:8001,node2:8001, each once"
+    )
     """Join port of a leader; repeat the option, or separate with commas, for several leaders. With several models, write
     MODEL=HOST:PORT; leaders without MODEL= serve the model before them. Required without --leaders-file."""
 
@@ -155,28 +172,6 @@ class FrontendSettings(LeadersSettings, EdgePortSettings, HttpSettings):
         return {
             name: type(self)(**given | own).model_copy(update={"token": self.token}) for name, own in by_model.items()
         }
-
-    @field_validator("leader")
-    @classmethod
-    def _leaders_have_host_and_port(cls, leader: str | None) -> str | None:
-        if leader is not None:
-            leaders_by_model(leader)
-        return leader
-
-
-def leaders_by_model(text: str) -> dict[str, tuple[Address, ...]]:
-    """Split "MODEL=host:port,host:port,MODEL=host:port". Raises ValueError."""
-    texts: dict[str, list[str]] = {}
-    name = ""
-    for part in map(str.strip, text.split(",")):
-        given, equals, address = part.rpartition("=")
-        name = given if equals else name
-        if equals and not name:
-            raise ValueError("must name a model before =")
-        texts.setdefault(name, []).append(address)
-    if "" in texts and len(texts) > 1:
-        raise ValueError("must name the model of each leader")
-    return {model: parse_addresses(",".join(addresses)) for model, addresses in texts.items()}
 
 
 class ServeSettings(EdgeSettings, HttpSettings, LeaderSettings):

@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -39,6 +39,7 @@ from multiworld_serving.server.frontend.http.route import Endpoint, route
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _MAX_BODY_BYTES = 64 * 1024
 _UPGRADE_S = 1000.0
 """Longer than the supervisor gives a new one to start."""
@@ -123,25 +124,14 @@ class AdminRoutes:
 
     async def drain(self, request: Request) -> Response:
         """Drain a host, or use it again: for all models, one after another."""
-        _check_json(request)
-        try:
-            asked = msgspec.json.decode(await _read(request), type=_DrainRequest)
-        except msgspec.MsgspecError as error:
-            raise InferenceRequestError(f"the body is invalid: {error}; send the name of a host, as `host`") from error
+        asked = await _decoded(request, _DrainRequest, "the name of a host, as `host`")
         for group in self.groups:
             await group.pool.drain(asked.host, undo=asked.undo)
         return JSONResponse({})
 
     async def change_models(self, request: Request) -> Response:
         """Have the supervisor add or remove a model, or divide its requests. The change continues if the client disconnects."""
-        _check_json(request)
-        try:
-            change = msgspec.json.decode(await _read(request), type=ModelChange)
-        except msgspec.MsgspecError as error:
-            raise InferenceRequestError(
-                f"the body is invalid: {error}; send action, name, and source of a model"
-            ) from error
-        return await self._request(change)
+        return await self._request(await _decoded(request, ModelChange, "action, name, and source of a model"))
 
     async def upgrade(self, request: Request) -> Response:
         """Have a new supervisor take the place of this one. It continues if the client disconnects."""
@@ -199,7 +189,8 @@ async def _lines(steps: AsyncGenerator[RestartStep, None]) -> AsyncGenerator[byt
 def _json_endpoint(handler: Callable[[Request, _RepositoryRequest], Awaitable[object]]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         try:
-            return JSONResponse(await handler(request, await _body(request)))
+            body = msgspec.json.decode(await _read(request), type=_RepositoryRequest)
+            return JSONResponse(await handler(request, body))
         except msgspec.MsgspecError as error:
             says = (
                 "send the name of a version as `weights`: random:SEED, or a path below --weights-dir. "
@@ -216,8 +207,12 @@ def _check_json(request: Request) -> None:
         raise MediaTypeError("the content type is not application/json; send Content-Type: application/json")
 
 
-async def _body(request: Request) -> _RepositoryRequest:
-    return msgspec.json.decode(await _read(request), type=_RepositoryRequest)
+async def _decoded(request: Request, kind: type[T], expected: str) -> T:
+    _check_json(request)
+    try:
+        return msgspec.json.decode(await _read(request), type=kind)
+    except msgspec.MsgspecError as error:
+        raise InferenceRequestError(f"the body is invalid: {error}; send {expected}") from error
 
 
 async def _read(request: Request) -> bytes:

@@ -103,6 +103,16 @@ def allocated(end: LocalEnd, size: int) -> Tensor:
     return tensor.copy_(random_bytes(size))
 
 
+async def deliver(one: LocalEnd, other: LocalEnd, payload: Tensor) -> View:
+    """Send a message. Returns what the other end receives, when both ends have completed it and keep nothing of it."""
+    view, received = other.view()
+    await one.until_completed(one.send_message(payload))
+    await other.until_completed(received)
+    one.owner.completed.clear()
+    other.owner.completed.clear()
+    return view
+
+
 def leases(end: LocalEnd) -> int:
     return len(end.payloads._leases)
 
@@ -127,19 +137,14 @@ async def test_segment_is_used_again_only_after_the_tensor_and_all_views_are_dro
     one, other = pair
     tensor = allocated(one, MIB)
     expected, address = tensor.clone(), tensor.data_ptr()
-    view, received = other.view()
-    sent = one.send_message(tensor[5:])  # not at the start of a page
-    await one.until_completed(sent)
-    await other.until_completed(received)
+    view = await deliver(one, other, tensor[5:])  # not at the start of a page
     assert view.shared
     assert torch.equal(view.data, expected[5:])
     assert view.header.rstrip(b"\0") == b"header"
     part = view.data[7:].view(torch.uint8)
     part.add_(1)  # changes only the memory of the receiver
     assert torch.equal(tensor, expected)
-    del tensor, sent, view, received
-    other.owner.completed.clear()
-    one.owner.completed.clear()
+    del tensor, view
     assert one.pool.allocate((MIB,), torch.uint8).data_ptr() != address
     del part
     await until(lambda: leases(one) == 0)
@@ -211,13 +216,9 @@ async def test_view_stays_intact_when_the_connection_and_the_tensor_of_the_sende
     one, other = pair
     tensor = allocated(one, MIB)
     expected = tensor.clone()
-    view, received = other.view()
-    sent = one.send_message(tensor)
-    await other.until_completed(received)
-    await one.until_completed(sent)
+    view = await deliver(one, other, tensor)
     one.connection.close()
-    one.owner.completed.clear()
-    del tensor, sent
+    del tensor
     assert one.pool.reserved_bytes == 0  # no tensor may lie in a segment that a lost receiver may still read
     one.pool.allocate((MIB,), torch.uint8).fill_(1)
     assert torch.equal(view.data, expected)
@@ -243,10 +244,7 @@ async def test_data_goes_through_the_socket_when_the_budget_is_used_up() -> None
     assert one.pool.find(kept) is not None
     tensor = one.pool.allocate((3 * MIB,), torch.uint8).copy_(random_bytes(3 * MIB))
     assert one.pool.find(tensor) is None
-    view, received = other.view()
-    sent = one.send_message(tensor)
-    await one.until_completed(sent)
-    await other.until_completed(received)
+    view = await deliver(one, other, tensor)
     assert not view.shared
     assert torch.equal(view.data, tensor)
     assert one.pool.reserved_bytes <= MIB
@@ -266,17 +264,12 @@ async def test_memory_of_a_peer_is_registered_once_and_its_views_outlive_the_con
     one, other = LocalEnd(ours), LocalEnd(theirs, register=register)
     for number in range(3):
         tensor = allocated(one, MIB)
-        view, received = other.view()
-        sent = one.send_message(tensor[5:])
-        await one.until_completed(sent)
-        await other.until_completed(received)
+        view = await deliver(one, other, tensor[5:])
         assert view.shared
         data, expected = view.data, tensor[5:].clone()
         assert torch.equal(data, expected)
         assert leases(one) == 1
-        del tensor, view, received, sent
-        one.owner.completed.clear()
-        other.owner.completed.clear()
+        del tensor, view
         if number < 2:
             del data
             await until(lambda: leases(one) == 0)

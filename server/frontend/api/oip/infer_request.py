@@ -23,6 +23,7 @@ from multiworld_serving.server.frontend.api.oip.tensors import (
     DATATYPES,
     InputTensor,
     abbreviated,
+    check_equal_rows,
     input_tensor,
 )
 
@@ -191,11 +192,7 @@ def _rows(inputs: Sequence[InputTensor], signature: Signature) -> tuple[Tensor, 
     for spec, tensor in zip(model.inputs, tensors, strict=True):
         if signature.finite and not tensor.isfinite().all().item():
             raise InferenceRequestError(f"the input {spec.name!r} contains NaN or infinity; expected finite values")
-    counts = {spec.name: len(tensor) for spec, tensor in zip(model.inputs, tensors, strict=True)}
-    if len(set(counts.values())) > 1:
-        raise InferenceRequestError(
-            f"the inputs have different numbers of rows: {abbreviated(counts)}; expected equal ones"
-        )
+    check_equal_rows({spec.name: len(tensor) for spec, tensor in zip(model.inputs, tensors, strict=True)})
     try:
         rows = model.input_rows.pack(tensors)
         return rows, model.input_rows.key(rows)
@@ -219,15 +216,8 @@ def _raw_row(body: bytes, signature: Signature) -> tuple[Tensor, str]:
 def _outputs(wanted: Sequence[RequestedOutput] | None, binary: bool, signature: Signature) -> list[OutputOptions]:
     """The outputs to return, and how."""
     if signature.model.pipeline is not None:
-        return [
-            OutputOptions(
-                -1,
-                0,
-                binary if (own := output.parameters or OutputParameters()).binary_data is None else own.binary_data,
-                output.name,
-            )
-            for output in wanted or [RequestedOutput("")]
-        ]
+        asked = wanted or [RequestedOutput("")]
+        return [OutputOptions(-1, 0, _is_binary(output.parameters, binary), output.name) for output in asked]
     names = [spec.name for spec in signature.model.outputs]
     wanted = wanted or [RequestedOutput(name) for name in names]
     _check_names("output", [output.name for output in wanted], names, least=0)
@@ -241,4 +231,8 @@ def _output_options(output: RequestedOutput, index: int, binary: bool, signature
     if parameters.classification and not signature.model.labels:
         raise InferenceRequestError("`classification` needs labels, which this model does not have; omit it")
     classes = min(parameters.classification, len(signature.model.labels))
-    return OutputOptions(index, classes, binary if parameters.binary_data is None else parameters.binary_data)
+    return OutputOptions(index, classes, _is_binary(parameters, binary))
+
+
+def _is_binary(parameters: OutputParameters | None, default: bool) -> bool:
+    return default if parameters is None or parameters.binary_data is None else parameters.binary_data

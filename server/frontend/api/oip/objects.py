@@ -27,6 +27,7 @@ from multiworld_serving.server.frontend.api.oip.tensors import (
     InputTensor,
     abbreviated,
     bytes_elements,
+    check_equal_rows,
     check_rows,
     input_tensor,
     json_data,
@@ -49,11 +50,7 @@ def object_inputs(inputs: Sequence[InputTensor], signature: Signature) -> tuple[
     if len({each.name for each in inputs}) < len(inputs):
         raise InferenceRequestError(f"an input is given twice: {abbreviated([each.name for each in inputs])}")
     found = {each.name: _values(each, signature.max_rows) for each in inputs}
-    counts = {name: len(values) for name, values in found.items()}
-    if len(set(counts.values())) > 1:
-        raise InferenceRequestError(
-            f"the inputs have different numbers of rows: {abbreviated(counts)}; expected equal ones"
-        )
+    check_equal_rows({name: len(values) for name, values in found.items()})
     samples = zip(*found.values(), strict=True)
     rows = object_rows([Request(inputs=dict(zip(found, sample, strict=True))) for sample in samples])
     return rows, OBJECT_ROWS.key(rows)

@@ -76,6 +76,14 @@ def check_rows(name: str, rows: int, most: int, what: str = "rows") -> None:
         )
 
 
+def check_equal_rows(counts: Mapping[str, int]) -> None:
+    """Raise InferenceRequestError unless the inputs, by name, have equal numbers of rows."""
+    if len(set(counts.values())) > 1:
+        raise InferenceRequestError(
+            f"the inputs have different numbers of rows: {abbreviated(counts)}; expected equal ones"
+        )
+
+
 def input_tensor(
     tensor: InputTensor, spec: TensorSpec, dimensions: Mapping[str, tuple[int, int]], max_rows: int
 ) -> Tensor:
