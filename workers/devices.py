@@ -1,4 +1,4 @@
-"""Which GPU a worker uses, and where it is. Respects CUDA_VISIBLE_DEVICES and MIG. Not run on a GPU yet: tests use tests/fake_nvml.py."""
+"""Which GPU a worker uses, and where it is. Respects CUDA_VISIBLE_DEVICES and MIG. Not run on a GPU yet: tests use tests/fakes/nvml.py."""
 
 import contextlib
 import functools

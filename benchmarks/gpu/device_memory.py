@@ -2,7 +2,7 @@
 
 This is the kind of memory for GPUs that are connected by NVLink: a consumer copies from the memory of the producer to its own, without the
 host. The five functions of `multiworld.transport.memory.Memory` are those of CUDA's virtual memory management, so pools, leases and kept
-mappings work with it. The service does not use it yet. Tests run it on memory of the host, see tests/fake_driver.py.
+mappings work with it. The service does not use it yet. Tests run it on memory of the host, see tests/fakes/driver.py.
 
 The step measures what is not known without a GPU. Without one, it measures ordinary memory.
 """

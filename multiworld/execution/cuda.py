@@ -1,6 +1,6 @@
 """All that the library asks of CUDA, besides NCCL. A stream of None means that there is no CUDA stream to use. Not run on a GPU yet.
 
-Tests replace these functions: see tests/fake_gpu.py.
+Tests replace these functions: see tests/fakes/gpu.py.
 """
 
 import contextlib

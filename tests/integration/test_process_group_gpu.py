@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import multiworld.process_group  # noqa: F401 - registers the backend
-from tests.fake_gpu import FakeStream, current, install, on_gpu, stage_all
+from tests.fakes.gpu import FakeStream, current, install, on_gpu, stage_all
 from tests.integration.test_process_group import OPERATIONS, form
 from tests.nursery import NURSERY, ForkedProcess
 

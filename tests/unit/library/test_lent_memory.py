@@ -1,4 +1,4 @@
-"""Memory that processes lend each other, of both kinds: ordinary memory, and that of a GPU with the driver of tests/fake_driver.py.
+"""Memory that processes lend each other, of both kinds: ordinary memory, and that of a GPU with the driver of tests/fakes/driver.py.
 
 What a connection does with it: test_shared_memory.py.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from multiworld.transport import segments
 from multiworld.transport.memory import Block, HostMemory, Memory
 from multiworld.transport.segments import Mappings, Segment, SegmentPool
-from tests.fake_driver import FakeDeviceMemory, FakeDriver
+from tests.fakes.driver import FakeDeviceMemory, FakeDriver
 from tests.nursery import NURSERY, ForkedProcess
 
 MIB = 1 << 20

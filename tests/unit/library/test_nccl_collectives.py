@@ -24,7 +24,8 @@ from multiworld.collectives.nccl import NcclCollectives, connect_nccl_group, mak
 from multiworld.execution.failures import ConnectionLostError
 from multiworld.execution.store import ControlStore
 from multiworld.ops.operation import Collective
-from tests.fake_cuda import CUDA, FakeNccl, FakeStream, use_fake_nccl
+from tests.fakes.gpu import GPU
+from tests.fakes.nccl import FakeNccl, FakeStream, use_fake_nccl
 from tests.integration.members import form, managers
 from tests.waiting import until
 
@@ -230,7 +231,7 @@ def test_detail_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_group_is_aborted_when_the_world_ends_while_nccl_connects() -> None:
     """If a member dies while NCCL connects, the other members fail before the timeout of NCCL."""
-    rank = Rank(group := FakeNccl(), connect=partial(connect_nccl_group, CUDA, lambda: None))  # type: ignore[arg-type]
+    rank = Rank(group := FakeNccl(), connect=partial(connect_nccl_group, GPU, lambda: None))  # type: ignore[arg-type]
     assert group.connecting.wait(PATIENCE_S)
     assert rank.collectives.abort(RuntimeError("a member died"), PATIENCE_S), "a thread is left"
     assert group.aborting.is_set()
@@ -242,7 +243,7 @@ def test_group_does_not_connect_when_the_world_has_ended_before() -> None:
     def check() -> NoReturn:
         raise RuntimeError("the world has ended")
 
-    rank = Rank(group := FakeNccl(), connect=partial(connect_nccl_group, CUDA, check))  # type: ignore[arg-type]
+    rank = Rank(group := FakeNccl(), connect=partial(connect_nccl_group, GPU, check))  # type: ignore[arg-type]
     with pytest.raises(ConnectionLostError, match="has ended"):
         rank.connected.result(PATIENCE_S)
     assert not group.connecting.is_set()

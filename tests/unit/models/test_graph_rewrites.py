@@ -23,7 +23,8 @@ from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.transfers import Transfers
 from tests.bundles import classifier_bundle, text_bundle
-from tests.fake_cuda import CUDA, use_processor_with_tf32
+from tests.fakes.gpu import GPU
+from tests.fakes.tf32 import use_processor_with_tf32
 from tests.resnets import sent_weights
 
 CPU = torch.device("cpu")
@@ -231,7 +232,7 @@ def test_flags_of_the_process_are_the_same_after_a_stage_has_been_computed(convo
     cudnn.conv.fp32_precision = convolutions
     try:
         for precision, expected in (("float32", False), ("tf32", True)):
-            with ExecutionMode("fused", precision).active(CUDA):
+            with ExecutionMode("fused", precision).active(GPU):
                 assert (matmul.allow_tf32, cudnn.allow_tf32) == (expected, expected)
             assert [cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision] == [convolutions, before[1]]
             assert matmul.fp32_precision == before[2]

@@ -1,4 +1,4 @@
-"""The GPU of each worker of a machine, and the metrics of the right one. NVML and CUDA are those of tests/fake_nvml.py."""
+"""The GPU of each worker of a machine, and the metrics of the right one. NVML and CUDA are those of tests/fakes/nvml.py."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import torch
 from multiworld_serving.common.config.errors import UserError
 from multiworld_serving.workers.devices import device_of, pci_address
 from multiworld_serving.workers.observability.gpu import GpuCollector
-from tests.fake_nvml import Gpu, install
+from tests.fakes.nvml import Gpu, install
 
 PLAIN = Gpu(1), Gpu(2), Gpu(3)
 DIVIDED = Gpu(1), Gpu(2, ("MIG-a", "", "MIG-b")), Gpu(3, ()), Gpu(4, can_be_divided=False)

@@ -1,4 +1,4 @@
-"""Copies between host memory and a GPU, with the fake GPU of tests/fake_gpu.py; tests/integration/test_gpu_stages.py needs a real one."""
+"""Copies between host memory and a GPU, with the fake GPU of tests/fakes/gpu.py; tests/integration/test_gpu_stages.py needs a real one."""
 
 import asyncio
 import threading
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from multiworld_serving.workers.compute.engine import ComputedBatch, Engine, LoadedStage
 from multiworld_serving.workers.compute.transfers import GpuTransfers
-from tests import fake_gpu
-from tests.fake_gpu import GPU, FakeEvent, FakeStream, PinnedTensor, current, install_streams, on_gpu
+from tests.fakes import gpu
+from tests.fakes.gpu import GPU, FakeEvent, FakeStream, PinnedTensor, current, install_streams, on_gpu
 from tests.waiting import until, wait_until
 
 
@@ -73,7 +73,7 @@ class Computing:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             output.copy_(source + 1)
 
-        fake_gpu._current().queue(kernel)
+        gpu._current().queue(kernel)
         return on_gpu(output)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from multiworld_serving.models.optimize.tuning import Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.engine import Engine, StageTask
 from tests.bundles import PREVIEW
-from tests.fake_cuda import CUDA, ILLEGAL_ACCESS
+from tests.fakes.gpu import GPU, ILLEGAL_ACCESS
 from tests.resnets import sent_stage, sent_weights
 from tests.waiting import Gate
 
@@ -77,10 +77,10 @@ async def test_engine_continues_when_a_job_raises(engine: Engine) -> None:
 async def test_gpu_is_lost_to_the_process_when_it_fails_further_calls_after_an_error(
     engine: Engine, fails: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.device = CUDA
+    engine.device = GPU
 
     def synchronize(device: torch.device) -> None:
-        assert device == CUDA
+        assert device == GPU
         if fails:
             raise ILLEGAL_ACCESS
 

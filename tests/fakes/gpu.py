@@ -13,6 +13,7 @@ from multiworld.execution import cuda
 from multiworld.ops.validation import WorldFacts
 
 GPU = torch.device("cuda", 0)
+ILLEGAL_ACCESS = RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 class FakeStream:
