@@ -64,7 +64,7 @@ peers: $(STAMP) .venv-peers/.installed ## Kill workers of LitServe, mosec, Ray S
 throughput: $(STAMP) .venv-peers/.installed ## Compare throughput and latency with FastAPI, LitServe, mosec and Ray Serve, about ten minutes.
 	exec $(BIN)/python -m benchmarks.throughput --python .venv-peers/bin/python $(ARGS)
 
-gpu: $(STAMP) ## Check a GPU in at most nine minutes; results in build/gpu. Without a GPU: make gpu ARGS=--small rehearses it.
+gpu: $(STAMP) ## Check a GPU in at most nine minutes; results in build/gpu. Without a GPU, the steps are rehearsed on the CPU.
 	exec $(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 soak: $(STAMP) ## Test scheduler and worlds under random faults with new seeds: make soak ARGS="--hours 3".

@@ -2,7 +2,7 @@
 
     make gpu                                                        # JSON in build/gpu
     python -m benchmarks.gpu_check --out $OUT --limit-s 540         # on a machine that is lent for ten minutes
-    python -m benchmarks.gpu_check --device cpu --small             # a rehearsal in less than a minute
+    python -m benchmarks.gpu_check --device cpu                     # a rehearsal in about a minute, the default without a GPU
 
 Steps are independent, and the most valuable come first. Each runs in a process of its own with a time limit, and writes its file when it
 learns something. A step that fails, dies or hangs does not stop the next one. Without a GPU, the steps run as far as they can on the CPU.
@@ -102,9 +102,7 @@ def run_in_own_process(step: Step, number: int, options: argparse.Namespace, lim
     started_s, reason = time.monotonic(), ""
     file.unlink(missing_ok=True)  # of an earlier run
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *(["--small"] if options.small else [])], stdout=output, stderr=output, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -203,7 +201,6 @@ def main() -> int:
     parser.add_argument("--device", default="", help="cuda:N or cpu; by default the first GPU, or the CPU without one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "build/gpu")))
     parser.add_argument("--limit-s", type=float, default=540.0, help="seconds for all steps")
-    parser.add_argument("--small", action="store_true", help="a rehearsal of all steps in less than a minute")
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps")
     parser.add_argument(
         "--patience", type=float, default=1.0, help="factor of the time limits of steps, on a busy machine"
@@ -217,7 +214,6 @@ def main() -> int:
         return check(options, started_s + options.limit_s)
     setup = Setup(
         options.device,
-        options.small,
         options.peers_python,
         options.file,
         options.out / "files",

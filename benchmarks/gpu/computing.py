@@ -57,7 +57,7 @@ def bundle_path(setup: Setup) -> Path:
 
 def _skip_compiler(setup: Setup) -> None:
     """A rehearsal calls the graph as it is: the compiler of CPUs takes a minute."""
-    if setup.small and not setup.on_gpu:
+    if setup.small:
         torch.compile = lambda module, **_: module  # type: ignore[assignment]
         setup.add("compiler", "none")
 

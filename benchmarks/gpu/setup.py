@@ -20,7 +20,6 @@ class Setup:
 
     Attributes:
         device: "cuda:0", or "cpu" in place of it.
-        small: seconds instead of minutes: a small model, few sizes, short loads.
         peers_python: interpreter of the environment that has mosec and LitServe.
         file: JSON with the results.
         folder: for files that later steps use.
@@ -28,7 +27,6 @@ class Setup:
     """
 
     device: str
-    small: bool
     peers_python: str
     file: Path
     folder: Path
@@ -39,6 +37,11 @@ class Setup:
     @property
     def on_gpu(self) -> bool:
         return self.device.startswith("cuda")
+
+    @property
+    def small(self) -> bool:
+        """A rehearsal takes seconds instead of minutes: a small model, few sizes, short loads."""
+        return not self.on_gpu
 
     def add(self, name: str, value: Any) -> None:
         """Add a result and write the file."""

@@ -81,7 +81,7 @@ def test_step_runs_to_its_end_with_a_cpu_in_place_of_the_gpu(
     monkeypatch.setattr(compiled, "_CALLS", compiled._CALLS)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "")
     file = tmp_path / "step.json"
-    setup = Setup("cpu", True, sys.executable, file, tmp_path, start_s=300.0)
+    setup = Setup("cpu", sys.executable, file, tmp_path, start_s=300.0)
     run_in_this_process(step.call, setup)
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["status"] in (DONE, NEEDS_GPU), found
