@@ -296,7 +296,7 @@ def _reply_of(found: Prediction | Exception) -> Reply:
         return RowsLost(str(found)), b""
     if isinstance(found, Exception):
         raise found
-    payload = rows_payload(found.output)
+    payload = rows_payload(found.output) if len(found.output) else b""
     if len(payload) > MAX_BYTES:
         raise StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")
     return found, payload

@@ -95,23 +95,19 @@ class PendingRequest:
         """The answer, when no sample is open any more and one version has computed all."""
         last = slowest = self.parts[-1]
         kept: list[Source] = []
-        lengths: set[int] = set()
-        samples: list[int] = []
-        sent: list[Tensor] = []
+        sent: list[Part] = []
+        row_bytes = 0
         for part in self.parts:
             if part.compute_s + part.transfer_s > slowest.compute_s + slowest.transfer_s:
                 slowest = part
             if isinstance(part.output, KeptOutput):
                 kept.append(part.output.rows_at(part.rows, part.at))
-                lengths.add(part.output.row_bytes)
+                row_bytes = max(row_bytes, part.output.row_bytes)
             else:
-                samples += part.at
-                sent.append(rows_of(part.output, part.rows))
-        output = joined_rows(sent) if sent else _NO_OUTPUT
-        if lengths and output.dim() == 2:
-            lengths.add(output.shape[1])
-        if samples != sorted(samples):
-            output = output[torch.tensor(samples).argsort()]
+                sent.append(part)
+        output = _output_of(sent) if sent else _NO_OUTPUT
+        if row_bytes and output.dim() == 2:
+            row_bytes = max(row_bytes, output.shape[1])
         return Prediction(
             output=output,
             model=model,
@@ -126,7 +122,7 @@ class PendingRequest:
             route=last.path.replicas,
             batch_size=max(last.batch_size, slowest.batch_size),
             kept=tuple(kept),
-            row_bytes=max(lengths, default=0),
+            row_bytes=row_bytes,
             trace=self.trace,
         )
 
@@ -310,6 +306,13 @@ class Requests:
             del pending.open[request]
         if not self.pending:
             self._idle.set()
+
+
+def _output_of(parts: Sequence[Part]) -> Tensor:
+    """The rows that the leader has, in the order of their samples."""
+    samples = [at for part in parts for at in part.at]
+    output = joined_rows([rows_of(part.output, part.rows) for part in parts if isinstance(part.output, Tensor)])
+    return output if samples == sorted(samples) else output[torch.tensor(samples).argsort()]
 
 
 def _failure_of_leader(error: Exception) -> StageError:
