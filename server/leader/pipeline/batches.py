@@ -116,8 +116,7 @@ class Batches:
         """Send a batch to a worker."""
         batch = self._batches.get(action.batch)
         if batch is None and action.stage == 0:
-            rows, relay = self._requests.rows(action.requests), self._requests.are_relayed(action.requests)
-            request_ids = self._requests.request_ids(action.requests)
+            rows, relay, request_ids = self._requests.inputs(action.requests)
             batch = self._batches[action.batch] = _Batch(batch_input(rows), relay, request_ids)
         if batch is None or batch.input is None:
             raise LookupError(f"there is no input for batch {action.batch}")

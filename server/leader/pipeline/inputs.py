@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -52,29 +51,30 @@ def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> BatchInputs:
     other = next((row for row in rows if row is not None), None)
     if other is None:
         raise LookupError("there is no input for this batch")
-    relayed: list[Tensor] = []
+    sources: dict[str, tuple[list[RowRef], list[int]]] = {}
+    relayed: list[tuple[Tensor, list[int]]] = []
     relayed_at: list[int] = []
-    refs: dict[str, list[tuple[int, RowRef]]] = {}
     row_bytes = 0
-    for _, neighbours in groupby(enumerate(row or other for row in rows), lambda each: id(each[1][0])):
-        found = [(at, source, number) for at, (source, number) in neighbours]
-        source = found[0][1]
+    for at, row in enumerate(rows):
+        source, number = row or other
         if isinstance(source, RemoteInput):
             row_bytes = max(row_bytes, source.row_bytes)
-            refs.setdefault(source.holder, []).extend((at, RowRef(source.tensor, number)) for at, _, number in found)
+            refs, positions = sources.setdefault(source.holder, ([], []))
+            refs.append(RowRef(source.tensor, number))
+            positions.append(at)
+            continue
+        relayed_at.append(at)
+        if relayed and relayed[-1][0] is source:
+            relayed[-1][1].append(number)
         else:
-            relayed.append(rows_of(source, tuple(number for *_, number in found)))
-            relayed_at += (at for at, *_ in found)
-    tensor = joined_rows(relayed) if relayed else None
-    if tensor is not None and not refs:
+            relayed.append((source, [number]))
+    tensor = joined_rows([rows_of(source, tuple(numbers)) for source, numbers in relayed]) if relayed else None
+    if tensor is not None and not sources:
         return relayed_inputs(tensor)
-    sources = tuple(
-        Source(holder, tuple(ref for _, ref in found), tuple(at for at, _ in found)) for holder, found in refs.items()
-    )
     relayed_bytes = 0 if tensor is None else _row_bytes(tensor)
     return BatchInputs(
         len(rows),
-        sources,
+        tuple(Source(holder, tuple(refs), tuple(positions)) for holder, (refs, positions) in sources.items()),
         tensor,
         tuple(relayed_at),
         row_bytes=max(row_bytes, relayed_bytes),

@@ -190,19 +190,18 @@ class Requests:
             error = DeadlineError("no answer by the deadline; this is a bug of the server, please report it")
             self._end(pending, error)
 
-    def rows(self, requests: Sequence[int]) -> list[tuple[RequestInput, int] | None]:
-        """The input of each of these samples, and its row there; None if it has its outcome."""
-        found = ((self.pending.get(request), request) for request in requests)
-        return [None if pending is None else (pending.input, pending.open[request]) for pending, request in found]
+    def inputs(self, requests: Sequence[int]) -> tuple[list[tuple[RequestInput, int] | None], bool, str]:
+        """What a batch of these samples consists of.
 
-    def request_ids(self, requests: Sequence[int]) -> str:
-        """The ids of the requests of these samples that have no outcome, separated by commas."""
-        found = filter(None, map(self.pending.get, requests))
-        return ",".join(dict.fromkeys(pending.request_id for pending in found))
-
-    def are_relayed(self, requests: Sequence[int]) -> bool:
-        """Whether all tensors of these samples, which have equal keys, pass this leader."""
-        return any(pending.relay for pending in filter(None, map(self.pending.get, requests)))
+        Returns:
+            The input of each sample and its row there, None if it has its outcome; whether all tensors pass this leader; and the ids of the
+            requests, separated by commas.
+        """
+        found = [(self.pending.get(request), request) for request in requests]
+        rows = [None if pending is None else (pending.input, pending.open[request]) for pending, request in found]
+        present = [pending for pending, _ in found if pending is not None]
+        request_ids = ",".join(dict.fromkeys([pending.request_id for pending in present]))
+        return rows, any([pending.relay for pending in present]), request_ids
 
     def trace(self, sent: SentBatch, kind: str, worker: str) -> None:
         """Add a batch that is about to be sent to the traces of its requests."""
