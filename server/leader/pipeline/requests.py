@@ -201,7 +201,7 @@ class Requests:
         rows = [None if pending is None else (pending.input, pending.open[request]) for pending, request in found]
         present = [pending for pending, _ in found if pending is not None]
         request_ids = ",".join(dict.fromkeys([pending.request_id for pending in present]))
-        return rows, any([pending.relay for pending in present]), request_ids
+        return rows, any(pending.relay for pending in present), request_ids
 
     def trace(self, sent: SentBatch, kind: str, worker: str) -> None:
         """Add a batch that is about to be sent to the traces of its requests."""

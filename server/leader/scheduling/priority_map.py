@@ -58,6 +58,8 @@ class PriorityMap(Generic[K, P]):
 
     def pop_until(self, limit: P) -> K | None:
         """Remove and return the first key if its priority is at most `limit`; None otherwise."""
+        if not self._heap or self._heap[0][0] > limit:  # stale entries are not later than the first key
+            return None
         top = self._top()
         if top is None or top[0] > limit:
             return None

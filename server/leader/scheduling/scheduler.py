@@ -77,7 +77,7 @@ class Scheduler(SchedulerState):
             self.table.hang_deadlines.least(),
             self.table.grace_deadlines.least(),
             self.hedging.late.least(),
-            self.next_batch_s(),
+            self.next_batch_s,
         )
         return min((time_s for time_s in times if time_s is not None), default=None)
 
@@ -250,6 +250,7 @@ class Scheduler(SchedulerState):
 
     def _dispatch(self) -> None:
         """Send everything that can be sent. Last stages first: they make room for new batches."""
+        self.next_batch_s = None
         for pipeline in self.table.pipelines.values():
             for pool in reversed(pipeline.pools):
                 self._dispatch_pool(pool)
@@ -316,11 +317,11 @@ class Scheduler(SchedulerState):
 
     def _form_batches(self, pipeline: VersionPipeline) -> None:
         available = pipeline.pools[0].available
-        while (
-            not pipeline.saturated
-            and (replica := available.first()) is not None
-            and (key := self.key_due(replica)) is not None
-        ):
+        while not pipeline.saturated and (oldest := self.backlog.oldest()) and (replica := available.first()):
+            due_s = self.due_s(oldest, replica)
+            if (key := self.key_due(oldest, due_s)) is None:
+                self.next_batch_s = due_s
+                return
             self._send(self._form(self.backlog.take(key), pipeline), replica)
 
     def _dispatch_isolated(self, pool: Pool) -> None:

@@ -56,6 +56,8 @@ class SchedulerState:
         self.arrivals = ArrivalRate()
         self.hedging = Hedging(config, self.service_times)
         self.draining = False
+        self.next_batch_s: float | None = None
+        """When the oldest waiting request is due; None if it waits for something other than time."""
         self._compute_s: dict[int, float] = {}
         """Of a batch of the maximum size, by stage."""
         self._row_s: float | None = None
@@ -122,29 +124,13 @@ class SchedulerState:
 
     # -- when the next batch is formed, and from which requests ---------------------------------------------------------------
 
-    def key_due(self, replica: Replica) -> str | None:
-        """The key of the next batch for this replica, the least loaded one with room; None if no batch is due."""
-        oldest = self.backlog.oldest()
-        if oldest is None:
-            return None
-        full = self.backlog.is_full(oldest.key)
-        if full or self.draining or self.now_s >= self._due_s(oldest, replica):
+    def key_due(self, oldest: Request, due_s: float) -> str | None:
+        """The key of the next batch, if the oldest waiting request is due then; None if no batch is due."""
+        if self.draining or self.now_s >= due_s or self.backlog.is_full(oldest.key):
             return oldest.key
         return self.backlog.first_full
 
-    def next_batch_s(self) -> float | None:
-        """When the oldest waiting request is due; None if it waits for something other than time."""
-        oldest, entry_pool = self.backlog.oldest(), self.table.entry_pool
-        if (
-            oldest is None
-            or entry_pool is None
-            or entry_pool.pipeline.saturated
-            or (replica := entry_pool.available.first()) is None
-        ):
-            return None
-        return self._due_s(oldest, replica)
-
-    def _due_s(self, oldest: Request, replica: Replica) -> float:
+    def due_s(self, oldest: Request, replica: Replica) -> float:
         """When to send a partial batch. Waiting costs nothing until the replica is about to become idle."""
         due_s = oldest.arrived_s + self.config.batch_timeout_s
         if not self.config.adaptive_batching:
