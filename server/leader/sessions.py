@@ -43,7 +43,7 @@ from multiworld_serving.common.wire.protocol import Kind, Received, Reply, WireE
 from multiworld_serving.server.leader.metrics import LeaderMetrics
 from multiworld_serving.server.leader.pipeline.driver import SchedulerDriver
 from multiworld_serving.server.leader.pipeline.inputs import RemoteInput, RequestInput
-from multiworld_serving.server.leader.pipeline.requests import PendingRequest
+from multiworld_serving.server.leader.pipeline.requests import NO_OUTPUT, PendingRequest
 from multiworld_serving.server.leader.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ def _reply_of(found: Prediction | Exception) -> Reply:
         return RowsLost(str(found)), b""
     if isinstance(found, Exception):
         raise found
-    payload = rows_payload(found.output) if len(found.output) else b""
+    payload = b"" if found.output is NO_OUTPUT else rows_payload(found.output)
     if len(payload) > MAX_BYTES:
         raise StageError(f"the output has {len(payload)} bytes; at most {MAX_BYTES} can be sent to a frontend")
     return found, payload

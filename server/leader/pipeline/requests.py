@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -31,7 +30,8 @@ from multiworld_serving.server.leader.versions.version_table import VersionTable
 
 logger = logging.getLogger(__name__)
 
-_NO_OUTPUT = torch.empty(0)
+NO_OUTPUT = torch.empty(0)
+"""The output of a prediction whose rows are all kept by workers."""
 _FREQUENT = ("overloaded", "deadline", "no_replica", "not_ready")
 """Reasons for which a busy leader rejects thousands of requests per second. Frontends log a part of them."""
 _LOST_AFTER_S = 0.5
@@ -105,7 +105,7 @@ class PendingRequest:
                 row_bytes = max(row_bytes, part.output.row_bytes)
             else:
                 sent.append(part)
-        output = _output_of(sent) if sent else _NO_OUTPUT
+        output = _output_of(sent) if sent else NO_OUTPUT
         if row_bytes and output.dim() == 2:
             row_bytes = max(row_bytes, output.shape[1])
         return Prediction(
@@ -152,7 +152,7 @@ class Requests:
         self._versions = versions
         self._arrive = arrive
         self._submit = submit
-        self._ids = count()
+        self._next_id = 0
         self.has_begun = False
         self.pending: dict[int, PendingRequest] = {}
         self.traced: set[PendingRequest] = set()
@@ -229,19 +229,19 @@ class Requests:
         Returns:
             Whether a request has taken a row.
         """
-        found: dict[int, tuple[PendingRequest, list[int], list[int]]] = {}
+        found: dict[PendingRequest, list[tuple[int, int]]] = {}
         for request, row in action.rows:
-            pending = self.pending.get(request)
+            pending = self.pending.pop(request, None)
             if pending is None:
                 self._metrics.duplicates.inc()
-                continue
-            _, samples, rows = found.setdefault(id(pending), (pending, [], []))
-            samples.append(pending.open[request])
-            rows.append(row)
-            self._close(request)
+            else:
+                found.setdefault(pending, []).append((pending.open.pop(request), row))
+        if not self.pending:
+            self._idle.set()
         version = self._versions.plan(action.version).version
-        for pending, samples, rows in found.values():
-            part = Part(tuple(samples), tuple(rows), output, version, *times, action.attempts, path, len(action.rows))
+        for pending, taken in found.items():
+            samples, rows = zip(*taken, strict=True)
+            part = Part(samples, rows, output, version, *times, action.attempts, path, len(action.rows))
             pending.parts.append(part)
             if not pending.open:
                 try:
@@ -267,21 +267,22 @@ class Requests:
 
     def _submit_samples(self, pending: PendingRequest, samples: Sequence[int]) -> None:
         """Hand samples of a request to the scheduler, each with a new id."""
-        ids = [next(self._ids) for _ in samples]
-        for request, at in zip(ids, samples, strict=True):
+        first, self._next_id = self._next_id, self._next_id + len(samples)
+        for request, at in enumerate(samples, first):
             pending.open[request] = at
             self.pending[request] = pending
         key = f"relay {pending.key}" if pending.relay else pending.key
-        self._arrive(RequestArrived(ids[0], pending.deadline_s, key, len(ids), pending.route))
+        self._arrive(RequestArrived(first, pending.deadline_s, key, len(samples), pending.route))
 
     def _finish(self, pending: PendingRequest, current: str | None) -> None:
         """All samples are computed: answer, or compute those of a former version again."""
-        version = pending.parts[-1].version if current is None else self._versions.plan(current).version
-        if all(part.version == pending.parts[0].version for part in pending.parts):
+        parts = pending.parts
+        if len(parts) == 1 or all(part.version == parts[0].version for part in parts):
             self._end(pending, pending.prediction(self._model, time.monotonic()))
             return
-        stale = [at for part in pending.parts if part.version != version for at in part.at]
-        pending.parts = [part for part in pending.parts if part.version == version]
+        version = parts[-1].version if current is None else self._versions.plan(current).version
+        stale = [at for part in parts if part.version != version for at in part.at]
+        pending.parts = [part for part in parts if part.version == version]
         self._submit_samples(pending, sorted(stale))
 
     def _end(self, pending: PendingRequest, outcome: Outcome) -> None:
