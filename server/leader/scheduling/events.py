@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 RequestId: TypeAlias = int
 """One sample, which is one row of a batch. Chosen by the driver; unique among the open requests."""
@@ -15,8 +15,7 @@ ReplicaId: TypeAlias = str
 """One worker link that serves one stage of a version. Chosen by the driver; never reused."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestArrived:
+class RequestArrived(NamedTuple):
     """Samples of a client's request need answers by `deadline_s`, on the clock of `now_s`. They are accepted or rejected together."""
 
     request: RequestId

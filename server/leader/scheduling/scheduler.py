@@ -79,7 +79,7 @@ class Scheduler(SchedulerState):
             self.hedging.late.least(),
             self.next_batch_s,
         )
-        return min((time_s for time_s in times if time_s is not None), default=None)
+        return min([time_s for time_s in times if time_s is not None], default=None)
 
     def replicas_wanted(self, now_s: float) -> tuple[float, ...]:
         """Replicas that each stage needs for the load of this leader, as fractions: see `estimates/capacity.py`."""
@@ -115,10 +115,10 @@ class Scheduler(SchedulerState):
 
     def _arrived(self, event: RequestArrived) -> None:
         now_s, ids = self.now_s, range(event.request, event.request + event.rows)
-        if open_ids := [each for each in ids if each in self.backlog.requests]:
-            raise ValueError(f"request {open_ids[0]} is still open")
-        for _ in ids:
-            self.arrivals.arrived(now_s)
+        for each in ids:
+            if each in self.backlog.requests:
+                raise ValueError(f"request {each} is still open")
+        self.arrivals.arrived(now_s, event.rows)
         if event.route:
             self._step_arrived(event)
         elif (rejected := rejection(event, self)) is None:
@@ -242,7 +242,7 @@ class Scheduler(SchedulerState):
             pool.expired = True
             for batch in pool.batches():
                 self.reject_all(batch, "no_replica", self.table.no_replica_detail(pool.stage))
-        if self.open_requests and self.table.unavailable:
+        if self.table.unavailable:
             for request in (*self.backlog.waiting.values(), *self.backlog.isolated.values()):
                 self.reject(request, "no_replica", self.table.no_replica_detail())
 
@@ -290,7 +290,7 @@ class Scheduler(SchedulerState):
             if pool.has_room(replica):
                 del pool.routed[batch.id]
                 self._send(batch, replica)
-        if pool.isolated_first:
+        if isolated_first := pool.isolated_first:
             self._dispatch_isolated(pool)
         if pool.retries:
             self._dispatch_retries(pool)
@@ -298,8 +298,9 @@ class Scheduler(SchedulerState):
             self._dispatch_queue(pool)
         if pool is self.table.entry_pool:
             self._form_batches(pool.pipeline)
-        self._dispatch_isolated(pool)
-        pool.isolated_first = True
+        if not isolated_first:
+            self._dispatch_isolated(pool)
+            pool.isolated_first = True
 
     def _dispatch_retries(self, pool: Pool) -> None:
         for batch in tuple(pool.retries.values()):

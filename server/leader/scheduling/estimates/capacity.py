@@ -29,15 +29,15 @@ class ArrivalRate:
         self._since: int | None = None
         """The bucket of the first arrival."""
 
-    def arrived(self, now_s: float) -> None:
-        """Count one request. `now_s` does not decrease."""
+    def arrived(self, now_s: float, rows: int) -> None:
+        """Count the rows of a request. `now_s` does not decrease."""
         bucket = int(now_s / _BUCKET_S)
         if self._since is None:
             self._since = bucket
         if self._buckets and self._buckets[-1][0] == bucket:
-            self._buckets[-1] = (bucket, self._buckets[-1][1] + 1)
+            self._buckets[-1] = (bucket, self._buckets[-1][1] + rows)
         else:
-            self._buckets.append((bucket, 1))
+            self._buckets.append((bucket, rows))
 
     def per_s(self, now_s: float) -> float:
         """The rate. The bucket of `now_s` is not complete, and does not count."""
