@@ -3,14 +3,16 @@
     python -m benchmarks.leader_cost
     python -m cProfile -s tottime -m benchmarks.leader_cost --repeats 500
 
-One process holds a real leader and two links whose worlds are fake. 64 requests are in flight, in batches of 32. The frontend and the
-worker keep all tensors, as in a service. The clock is virtual: the worker returns a batch after 20 ms, when it has the next one. The time
-in the frontend and in the worker is subtracted. Other programs disturb some repeats, so the minimum is the result.
+One process holds a real leader and two links whose worlds are fake. 64 requests are in flight, in batches of 32. Inputs of 3 KB and outputs
+of 4 KB pass the leader, as in a service, or the frontend and the worker keep all tensors, as they keep larger ones. The clock is virtual:
+the worker returns a batch after 20 ms, when it has the next one. The time in the frontend and in the worker is subtracted. Other programs
+disturb some repeats, so the minimum is the result.
 """
 
 import argparse
 import asyncio
 import gc
+import itertools
 import statistics
 import tempfile
 import time
@@ -41,6 +43,8 @@ from multiworld_serving.server.leader.sessions import FrontendSession
 from multiworld_serving.server.leader.versions.model_source import ModelSource
 
 _IN_FLIGHT, _ROWS, _WINDOW = 64, 32, 2
+_INPUTS, _OUTPUTS = 768, 1000
+"""Values of float32 in a row."""
 _BATCH_S = 0.02
 _BATCHES = 2
 """In each repeat."""
@@ -87,11 +91,13 @@ class Load:
 
     Args:
         together: requests in each transfer of the frontend.
+        kept: the frontend keeps the inputs, and the worker the outputs.
         on_batch: called when a full batch has been answered.
     """
 
-    def __init__(self, together: int, on_batch: Callable[[], None]) -> None:
+    def __init__(self, together: int, kept: bool, on_batch: Callable[[], None]) -> None:
         self.clock = Clock()
+        self._kept = kept
         self._together = together
         self._on_batch = on_batch
         self._sent = self._answered = self._outputs = 0
@@ -104,8 +110,8 @@ class Load:
             transfer = bytearray()
             for _ in range(min(count, self._together)):
                 self._sent += 1
-                body = Predict(f"{self._sent:032x}", 60.0, tensor=self._sent)
-                transfer += encode(Kind.MESSAGE, self._sent, body)
+                body = Predict(f"{self._sent:032x}", 60.0, tensor=self._sent if self._kept else None)
+                transfer += encode(Kind.MESSAGE, self._sent, body, b"" if self._kept else bytes(4 * _INPUTS))
                 count -= 1
             transfers.append(transfer)
         return transfers
@@ -123,8 +129,10 @@ class Load:
             return []
         self.clock.now_s += _BATCH_S
         self._outputs += 1
-        body = Computed(int(_BATCH_S * 1e9), 0, (1000,), self._outputs)
-        return [encode(Kind.REPLY, self._batches.popleft().number, body)]
+        batch = self._batches.popleft()
+        body = Computed(int(_BATCH_S * 1e9), 0, (_OUTPUTS,), self._outputs if self._kept else None)
+        payload = b"" if self._kept else bytes(4 * _OUTPUTS * batch.body.inputs.rows)
+        return [encode(Kind.REPLY, batch.number, body, payload)]
 
 
 def make_leader(bundle: Path) -> Leader:
@@ -133,7 +141,7 @@ def make_leader(bundle: Path) -> Leader:
     return Leader(model, plan, settings, LeaderMetrics())
 
 
-async def measure(leader: Leader, together: int, repeats: int) -> list[float]:
+async def measure(leader: Leader, together: int, kept: bool, repeats: int) -> list[float]:
     """Microseconds for each request in each repeat."""
     done, costs = asyncio.Event(), list[float]()
     batches, started_s = 0, 0.0
@@ -148,7 +156,7 @@ async def measure(leader: Leader, together: int, repeats: int) -> list[float]:
             if len(costs) == repeats + 1:
                 done.set()
 
-    load = Load(together, count)
+    load = Load(together, kept, count)
     time.monotonic = lambda: load.clock.now_s
     session = FrontendSession(
         leader._frontends, FrontendJoinRequest("f", "h", 1, "10.0.0.1:7000/f"), cast(World, load.frontend)
@@ -173,13 +181,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1000)
     parser.add_argument("--together", type=int, nargs="+", default=[1, 4, 32], help="requests in each transfer")
     arguments = parser.parse_args()
-    print(f"{'together':>8} {'least µs/request':>17} {'median':>7}")
+    print(f"{'tensors':>8} {'together':>8} {'least µs/request':>17} {'median':>7}")
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "bundle"
-        export_model(nn.Linear(8, 1000), [torch.zeros(2, 8)], bundle, ExportSettings("m", "1", ("x",)))
-        for together in arguments.together:
-            costs = uvloop.run(measure(make_leader(bundle), together, arguments.repeats))
-            print(f"{together:>8} {min(costs):>17.1f} {statistics.median(costs):>7.1f}", flush=True)
+        export_model(nn.Linear(_INPUTS, _OUTPUTS), [torch.zeros(2, _INPUTS)], bundle, ExportSettings("m", "1", ("x",)))
+        for kept, together in itertools.product((False, True), arguments.together):
+            costs = uvloop.run(measure(make_leader(bundle), together, kept, arguments.repeats))
+            where = "kept" if kept else "relayed"
+            print(f"{where:>8} {together:>8} {min(costs):>17.1f} {statistics.median(costs):>7.1f}", flush=True)
 
 
 if __name__ == "__main__":
