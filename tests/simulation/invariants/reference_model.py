@@ -47,6 +47,7 @@ class LinkEntry:
     failures: int = 0
     """Batches that raised on this link."""
     silent_since_s: float = 0.0
+    """When its first batch in flight was sent, or the one before it returned."""
 
     @property
     def carries_suspect(self) -> bool:
@@ -241,12 +242,14 @@ class ReferenceModel:
     def _return_copy(self, batch_id: int, link_id: str, now_s: float) -> BatchEntry | None:
         """Record that a copy has returned. Returns its batch if its result can be used."""
         link = self.links.get(link_id)
+        first = next(iter(link.in_flight), None) if link else None
         batch = link.in_flight.pop(batch_id, None) if link else None
         if link is None or batch is None:
             return None
         if link.stage == 0:
             self.longest_work_s = max(self.longest_work_s, now_s - link.silent_since_s)
-        link.silent_since_s = now_s
+        if batch_id == first:
+            link.silent_since_s = now_s
         wanted = link_id in batch.copies
         batch.copies.discard(link_id)
         return batch if wanted else None
