@@ -22,9 +22,10 @@ The rules:
 - A batch in flight on a lost replica is rerouted: it goes to the head of its stage's queue, with the input that the driver stored. After
   `max_attempts - 1` broken worlds its requests are isolated: each starts again, alone in its batch and alone on its replica. A request
   that breaks a world alone is rejected as poison. A replica that was draining, or was lost with cause "left", does not count.
-- A batch whose stage raised is retried once, on another replica. Then its requests are isolated; a request whose stage raises again
-  is rejected as stage_error. A batch that the driver failed to send is isolated at once, and so is one whose input the model does not
-  take, such as an index out of range. A request that fails so alone is rejected as invalid_input, without another attempt.
+- A batch whose stage raised is retried once, on another replica. Then it is halved: both parts start again, each alone on its replica, and
+  a part whose stage raises is halved in turn. A request whose stage raises alone is rejected as stage_error. A batch that the driver
+  failed to send is halved at once, and so is one whose input the model does not take, such as an index out of range. A request that
+  fails so alone is rejected as invalid_input, without another attempt.
 - Work for a stage without replicas waits `recovery_grace_s`, counted from when the stage lost its last replica. Then it is rejected, and
   so are new requests until the stage has a replica. Requests whose version lost a stage are requeued: they start again under
   another complete version.
@@ -54,7 +55,7 @@ The words for sending work again. Each sending of a batch to a replica is an att
     reroute   the batch, with the input of its stage     another replica of the stage, first in line  its replica was lost
     retry     the batch, with the input of its stage     another replica of the stage, once           the stage raised an error
     hedge     the batch, beside the attempt in flight    another replica of the stage                 it is late; the first output wins
-    isolate   each request of the batch, alone           the first stage                              it may be the cause of the failures
+    isolate   each request alone, or half of the batch   the first stage                              it may be the cause of the failures
     requeue   the requests of the batch, in new batches  the first stage, of the current version      its version lost a stage, or its
                                                                                                       input was lost
 

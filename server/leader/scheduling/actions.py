@@ -34,7 +34,7 @@ class SendBatch:
     attempt: int
     """1, plus 1 for each time that this batch or its requests were rerouted, retried, isolated or requeued. Hedges do not count."""
     isolated: bool
-    """The batch is one suspect request, alone on its replica."""
+    """The batch has suspect requests: one, or a part of a batch whose stage raised. It is alone on its replica."""
     waited_s: float
     """Time since the batch could have been sent: since the oldest request's arrival, the previous stage's output, the
     loss of its replica or the failure. For a hedge: time since the first attempt."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import islice
+from itertools import islice, takewhile
 
 from multiworld_serving.server.leader.scheduling.batches import Request
-from multiworld_serving.server.leader.scheduling.events import RequestId
+from multiworld_serving.server.leader.scheduling.events import BatchId, RequestId
 from multiworld_serving.server.leader.scheduling.priority_map import PriorityMap
 
 
@@ -14,7 +14,7 @@ class Backlog:
     """All open requests. Each one is in `waiting`, in `isolated` or in a batch.
 
     `waiting` is the FIFO queue from which batches are formed, each from requests with one key. `isolated` holds the suspect requests,
-    which are sent alone.
+    which are sent by parts of the batch that failed.
 
     Attributes:
         max_rows: of a batch.
@@ -71,13 +71,17 @@ class Backlog:
         return taken
 
     def take_isolated(self) -> tuple[Request, ...]:
-        """Remove the next suspect request."""
-        return (self.isolated.popitem(last=False)[1],)
+        """Remove the suspect requests of the next part."""
+        part = next(iter(self.isolated.values())).part
+        taken = tuple(takewhile(lambda request: request.part == part, self.isolated.values()))
+        for request in taken:
+            del self.isolated[request.id]
+        return taken
 
     def requeue(self, request: Request) -> None:
         """Take the request out of its batch and put it at the head of its queue. It starts again at the first stage."""
         request.batch = None
-        if request.isolated:
+        if request.part:
             self.isolated[request.id] = request
             self.isolated.move_to_end(request.id, last=False)
         else:
@@ -85,10 +89,10 @@ class Backlog:
             self.waiting.move_to_end(request.id, last=False)
             self._by_key[request.key].move_to_end(request.id, last=False)
 
-    def isolate(self, request: Request) -> None:
-        """Take the request out of its batch. It starts again at the first stage, alone."""
+    def isolate(self, request: Request, part: tuple[BatchId, int]) -> None:
+        """Take the request out of its batch. It starts again at the first stage, with this part of the batch."""
         request.batch = None
-        request.isolated = True
+        request.part = part
         self.isolated[request.id] = request
 
     def close(self, request: Request) -> None:

@@ -34,7 +34,8 @@ class Request:
     """Replicas that failed while this request was in flight there; draining replicas and cause `left` do not count."""
     attempt: int = 1
     """See `SendBatch.attempt`."""
-    isolated: bool = False
+    part: tuple[BatchId, int] | None = None
+    """The part of a dissolved batch with which it is isolated; None: it is not isolated."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +83,7 @@ class Batch:
     failed_on: Replica | None = None
     """Where the current stage raised; the retry goes to another replica."""
     retried: bool = False
+    """At its stage. An isolated batch counts as retried: it is halved at its first error."""
     holder: Replica | None = None
     """Keeps the input of the current stage; None if the leader or the frontends have it. Never a removed replica."""
 
@@ -89,6 +91,11 @@ class Batch:
     def pool(self) -> Pool:
         """The replicas of its current stage."""
         return self.pipeline.pools[self.stage]
+
+    @property
+    def is_one_suspect(self) -> bool:
+        """Only its request can be the cause if it fails: it is the only one, alone on its replica."""
+        return self.isolated and len(self.rows) == 1
 
     def open_requests(self) -> Iterator[tuple[int, Request]]:
         """(row, request) of the requests that are still open."""
@@ -99,7 +106,7 @@ class Batch:
         self.stage += 1
         self.runnable_since_s = now_s
         self.failed_on = None
-        self.retried = False
+        self.retried = self.isolated
 
     def hold_at(self, holder: Replica | None) -> None:
         """Record which replica keeps the input, instead of the previous one."""

@@ -206,11 +206,11 @@ class Scheduler(SchedulerState):
             batch.retried = True
         elif event.by_input and len(batch.rows) == 1:
             self.reject_all(batch, "invalid_input", f"an input has a value out of the model's range: {event.error}")
-        elif batch.isolated:
+        elif batch.is_one_suspect:
             what = "stage {} raised" if event.sent else "the batch could not be sent to stage {}"
             self.reject_all(batch, "stage_error", f"{what.format(batch.stage)}: {event.error}")
         elif not event.sent or event.by_input or batch.retried or not batch.pool.has_other(attempt.replica):
-            self.isolate(batch)
+            self.isolate(batch, parts=2)
         else:
             batch.retried = True
             batch.failed_on = attempt.replica
@@ -344,7 +344,8 @@ class Scheduler(SchedulerState):
             id=next(self._batch_ids),
             rows=requests,
             pipeline=pipeline,
-            isolated=requests[0].isolated,
+            isolated=requests[0].part is not None,
+            retried=requests[0].part is not None,
             attempt=max(request.attempt for request in requests),
             runnable_since_s=requests[0].runnable_since_s,
             open_rows=len(requests),

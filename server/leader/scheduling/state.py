@@ -180,15 +180,17 @@ class SchedulerState:
         self.abandon_attempts(batch, hedges="wasted")
         self.requeue(batch)
 
-    def isolate(self, batch: Batch) -> None:
-        """Dissolve the batch. Each of its requests starts again at the first stage, alone."""
+    def isolate(self, batch: Batch, *, parts: int | None = None) -> None:
+        """Dissolve the batch into so many parts, by default one for each request. Each part starts again at the first stage, alone."""
         if batch.route:
             self.lose_sessions(batch)
             return
-        for _, request in batch.open_requests():
+        requests = [request for _, request in batch.open_requests()]
+        parts = parts or len(requests)
+        for number, request in enumerate(requests):
             request.attempt = batch.attempt + 1
             request.runnable_since_s = self.now_s
-            self.backlog.isolate(request)
+            self.backlog.isolate(request, (batch.id, number * parts // len(requests)))
         self._free(batch)
 
     def answer(self, batch: Batch, replica: Replica) -> None:
@@ -307,9 +309,9 @@ class SchedulerState:
         self.attempt_failed(attempt, suspect=suspect)
         if batch.in_flight:  # a hedge, or the attempt that was hedged
             return False
-        if not batch.isolated and suspect:
+        if not batch.is_one_suspect and suspect:
             return True
-        if batch.isolated and blame and worlds_broken >= self.config.max_attempts:
+        if batch.is_one_suspect and blame and worlds_broken >= self.config.max_attempts:
             detail = f"it broke {worlds_broken} worlds, the last one alone"
             self.reject_all(batch, "poison", detail)
         else:
@@ -331,6 +333,6 @@ class SchedulerState:
         for batch in reversed(stranded):
             pool.dequeue(batch)
             if pool.accepting:
-                self.isolate(batch)
+                self.isolate(batch, parts=2)
             else:
                 self.requeue(batch)

@@ -8,8 +8,9 @@
    version. Their requests have one key. An output is used once, from the copy that has just returned, in the order of stages.
 4. At most `window` batches are in flight per link, as the scheduler counts them. Nothing is kept without a waiting request, and at the
    end nothing is kept.
-5. Poison: a request is refused as poison after `max_attempts` broken worlds, the last one broken alone. Suspects are alone in their
-   batch and on their link. A draining link or a link that left blames no request. No request breaks more than `max_attempts` + 1 worlds.
+5. Poison: a request is refused as poison after `max_attempts` broken worlds, the last one broken alone. Suspects are alone on their link,
+   and in their batch if they may have broken worlds. A draining link or a link that left blames no request. No request breaks more than
+   `max_attempts` + 1 worlds.
 6. A stage without replicas keeps its requests for exactly `recovery_grace_s`.
 7. A batch is sent again only after a loss, after a failure (once, to another link) or as a hedge (a second copy on another link, never
    of a suspect). Late batches whose input is kept or lost start again. Both stay within `hedge_budget`, without hedges of lost links.
@@ -144,12 +145,13 @@ class Checker:
         assert all(request.key == key for request in requests), "a batch has requests with different keys"
         for request in requests:
             request.batches += 1
-            # One batch, another for each lost input and for the isolation; every further version may cost another.
-            limit = 2 + request.inputs_lost
+            # One batch, others for its halves, for each lost input and for the isolation; every further version may cost another.
+            limit = 2 + (self._config.max_batch_size - 1).bit_length() + request.inputs_lost
             assert request.batches <= limit or len(self._model.versions_seen) > 1, "a request started again too often"
         if action.isolated:
-            assert len(requests) == 1, "a suspect must be alone in its batch"
-            assert requests[0].suspect, "isolated a request that is not a suspect"
+            assert all(request.suspect for request in requests), "isolated a request that is not a suspect"
+            breaks = max(request.worlds_broken for request in requests) >= self._config.max_attempts - 1
+            assert len(requests) == 1 or not breaks, "a request that breaks worlds must be alone in its batch"
         return self._model.open_batch(action, requests)
 
     def _check_kind(self, action: SendBatch, batch: BatchEntry) -> None:
@@ -240,7 +242,8 @@ class Checker:
             case "stage_error":
                 assert isinstance(self._event, BatchFailed)
                 assert self._returned is not None
-                assert self._returned.isolated, "refused for an error of a shared batch"
+                assert self._returned.isolated, "refused for an error beside other batches"
+                assert len(self._returned.requests) == 1, "refused for an error of a shared batch"
                 assert request.errors + request.worlds_broken >= 2, "refused at the first error"
 
     # State after the actions.

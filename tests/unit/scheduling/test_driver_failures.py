@@ -79,7 +79,7 @@ async def test_requests_are_answered_when_their_batch_could_not_be_stacked(
     monkeypatch.setattr(torch, "cat", failing_once(torch.cat))
     answers = await bench.work(bench.ask(3))
     assert_right(answers)
-    assert [answer.batch_size for answer in answers if isinstance(answer, Prediction)] == [1, 1, 1]
+    assert [answer.batch_size for answer in answers if isinstance(answer, Prediction)] == [2, 2, 1]
 
 
 async def test_log_names_the_requests_of_a_batch_that_is_retried_isolated_and_rejected(

@@ -65,8 +65,8 @@ def test_requests_are_isolated_when_the_stage_raises_and_the_other_replica_leave
     assert only(actions, SendBatch).isolated
 
 
-@pytest.mark.parametrize(("requests", "sent"), [(1, 1), (3, 4)])
-def test_input_that_the_model_does_not_take_is_computed_alone_at_most_once(requests: int, sent: int) -> None:
+@pytest.mark.parametrize(("requests", "sent"), [(1, 1), (3, 5), (32, 11)])
+def test_input_that_the_model_does_not_take_is_found_by_halving(requests: int, sent: int) -> None:
     driver = SchedulerHarness(max_batch_size=requests, batch_timeout_s=1.0)
     pending = sends(driver.arrive(requests))
     outcome, count = [], 0
@@ -78,6 +78,33 @@ def test_input_that_the_model_does_not_take_is_computed_alone_at_most_once(reque
     assert count == sent
     assert rejected(outcome) == {1: "invalid_input"}
     assert sorted(answered(outcome)) == list(range(2, requests + 1))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_rows_whose_stage_raises_are_found_by_halving(stages: int) -> None:
+    driver = SchedulerHarness(stages=stages, max_batch_size=32, batch_timeout_s=1.0)
+    pending, outcome, sizes, bad = sends(driver.arrive(32)), [], [], {7, 29}
+    while pending:
+        send = pending.pop(0)
+        raises = send.stage == stages - 1 and bad & set(send.requests)
+        sizes += [len(send.requests)] if raises else []
+        actions = driver.failed(send) if raises else driver.done(send)
+        outcome += actions
+        pending += sends(actions)
+    assert sorted(sizes, reverse=True) == [32, 32, 16, 16, 8, 8, 4, 4, 2, 2, 1, 1]
+    assert rejected(outcome) == dict.fromkeys(bad, "stage_error")
+    assert sorted(answered(outcome)) == sorted(set(range(1, 33)) - bad)
+
+
+def test_rows_are_isolated_one_by_one_when_a_half_of_their_batch_breaks_links() -> None:
+    driver = SchedulerHarness(replicas=4, max_batch_size=4, batch_timeout_s=1.0)
+    retried = only(driver.failed(only(driver.arrive(4), SendBatch)), SendBatch)
+    half = only(driver.failed(retried), SendBatch)
+    assert (half.requests, half.isolated) == ((1, 2), True)
+    again = only(driver.broken(half.replica), SendBatch)
+    assert (again.requests, again.kind) == ((1, 2), "reroute")
+    other = only(driver.broken(again.replica), SendBatch)
+    assert [send.requests for send in (other, only(driver.done(other), SendBatch))] == [(3, 4), (1,)]
 
 
 def test_link_is_broken_when_batches_fail_there_repeatedly_and_succeed_elsewhere() -> None:
