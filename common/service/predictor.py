@@ -129,6 +129,8 @@ class StageAttempt(msgspec.Struct):
     transfer_s: float = 0.0
     error: str = "no result"
     """Why it returned no output; empty if it did."""
+    stage_name: str = ""
+    """Its class, or where the model is cut."""
 
 
 class Trace(msgspec.Struct):

@@ -157,8 +157,10 @@ class PipelineCollector(Collector):
         up = _gauge("world_up", "1 while the world of the link is ready.", ("world", "stage", "replica"))
         says = "1 for the worker that has the link, or had it last."
         workers = _gauge("world_worker", says, ("world", "worker", "host"))
+        info = _gauge("stage_info", "1 for each stage: its class, or where the model is cut.", ("stage", "stage_name"))
         for stage in now.stages:
             index = str(stage.index)
+            info.add_metric((index, stage.blocks[0]), 1)
             reroutes.add_metric((index,), self.counters.reroutes[stage.index])
             retries.add_metric((index,), self.counters.retries[stage.index])
             for state in get_args(ReplicaState):
@@ -169,7 +171,7 @@ class PipelineCollector(Collector):
                     in_flight.add_metric((index, slot), replica.in_flight)
                     up.add_metric((world, index, slot), replica.state == "ready")
                     workers.add_metric((world, replica.worker or "", replica.host or ""), 1)
-        yield from (version, hedges, reroutes, retries, replicas, in_flight, up, workers)
+        yield from (version, hedges, reroutes, retries, replicas, in_flight, up, workers, info)
 
 
 def _gauge(name: str, says: str, labels: Sequence[str] | None = None, value: float | None = None) -> GaugeMetricFamily:

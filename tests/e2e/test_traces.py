@@ -159,7 +159,9 @@ def test_trace_has_spans_of_queue_batch_and_each_stage_with_its_worker(
     stages = ["stage 0", "stage 1"]
     assert tree(spans, request) == ["queue", ["batch", stages]]
     for span in (span for span in spans if span.name in stages):
-        at, said = service.status()["stages"][int(span.name[-1])]["replicas"][0], facts(span)
+        stage, said = service.status()["stages"][int(span.name[-1])], facts(span)
+        at = stage["replicas"][0]
+        assert said["multiworld.stage_name"] == stage["blocks"][0]
         assert (said["multiworld.worker"], said["multiworld.kind"]) == (at["worker"], "first")
         assert said["multiworld.replica"].startswith(f"{at['world']}#{at['generation']}@")
         assert 0 < said["multiworld.compute_s"] <= (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9

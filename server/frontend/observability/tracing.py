@@ -25,7 +25,7 @@ from multiworld_serving.common.service.predictor import StageAttempt, Trace
 from multiworld_serving.common.settings.serve import HttpSettings
 
 _EXPORT_TIMEOUT_S = 5
-_STAGE_ATTRIBUTES = ("worker", "replica", "kind", "compute_s", "transfer_s")
+_STAGE_ATTRIBUTES = ("stage_name", "worker", "replica", "kind", "compute_s", "transfer_s")
 _LAST_SPANS_MS = 2000
 """Deadline for exporting the last spans at exit, in case the collector does not respond."""
 

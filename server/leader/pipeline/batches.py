@@ -131,7 +131,7 @@ class Batches:
                 batch.request_ids,
             )
             if self._requests.traced:
-                self._requests.trace(sent, action.kind, worker.name)
+                self._requests.trace(sent, action.kind, worker.name, plan.stages[action.stage].spec.blocks[0])
             link.send(sent, inputs)
             if nbytes := relayed_bytes(batch.input):
                 self._metrics.link(action.stage, worker.slot.index).sent_bytes.inc(nbytes)

@@ -203,10 +203,12 @@ class Requests:
         request_ids = ",".join(dict.fromkeys([pending.request_id for pending in present]))
         return rows, any(pending.relay for pending in present), request_ids
 
-    def trace(self, sent: SentBatch, kind: str, worker: str) -> None:
-        """Add a batch that is about to be sent to the traces of its requests."""
+    def trace(self, sent: SentBatch, kind: str, worker: str, name: str) -> None:
+        """Add a batch that is about to be sent to a stage of this name to the traces of its requests."""
         rows = len(sent.requests)
-        sent.attempt = StageAttempt(sent.batch, sent.stage, rows, kind, sent.replica, worker, sent.sent_s)
+        sent.attempt = StageAttempt(
+            sent.batch, sent.stage, rows, kind, sent.replica, worker, sent.sent_s, stage_name=name
+        )
         for pending in {self.pending.get(request) for request in sent.requests}:
             if pending is not None and pending.trace is not None:
                 pending.trace.attempts.append(sent.attempt)

@@ -53,6 +53,7 @@ def test_pipeline_is_derived_from_its_snapshot() -> None:
         slot = {"stage": "0", "replica": replica}
         assert value("multiworld_world_up", {"world": f"s0.r{replica}", **slot}) == up
         assert value("multiworld_replica_in_flight", slot) == 2
+    assert value("multiworld_stage_info", {"stage": "1", "stage_name": "stem"}) == 1
     assert value("multiworld_world_worker", {"world": "s0.r1", "worker": "local-1", "host": "h"}) == 1
 
 

@@ -20,9 +20,14 @@ from tests.unit.stages.pipelines import load
 PIPELINE = """
     import msgspec
     import numpy as np
+    import pydantic
     import torch
 
     class Ask(msgspec.Struct):
+        do: str
+        count: int = 1
+
+    class Form(pydantic.BaseModel):
         do: str
         count: int = 1
 
@@ -47,9 +52,13 @@ PIPELINE = """
     class Typed(Echo):
         request = Ask
 
-    path = {"typed": "/v1/typed"}
+    class Modelled(Echo):
+        request = Form
+
+    path = {"typed": "/v1/typed", "modelled": "/v1/modelled"}
     pipeline = [Echo]
     typed = [Typed]
+    modelled = [Modelled]
 """
 
 
@@ -114,20 +123,24 @@ async def test_the_first_stage_gets_body_query_and_headers_without_credentials(c
     assert (await client.post("/predict?do=body", content=large)).content == large
 
 
-@pytest.mark.parametrize("client", ["typed"], indirect=True)
-async def test_bodies_are_validated_and_described_and_have_a_path_of_their_own(client: httpx.AsyncClient) -> None:
-    assert (await client.post("/v1/typed", json={"do": "text"})).text == "some text"
-    for body, named in (
-        (b'{"do": 5}', "$.do"),
-        (b"{}", "'do'"),
-        (b'{"do": "text", "count": "x"}', "$.count"),
-        (b"{", "JSON"),
-    ):
-        response = await client.post("/predict", content=body)
-        assert (response.status_code, response.json()["reason"]) == (400, "invalid_input")
-        assert named in response.json()["error"]
-    paths = (await client.get("/openapi.json")).json()["paths"]
-    for path in ("/predict", "/v1/typed"):
+@pytest.mark.parametrize("kind", ["typed", "modelled"])
+async def test_bodies_are_validated_before_they_reach_a_worker_and_described(kind: str, tmp_path: Path) -> None:
+    made = predictor(tmp_path, f"routes_{kind}", kind)
+    async with running_frontend(made, made.serves) as frontend:
+        client = frontend.client
+        assert (await client.post(f"/v1/{kind}", json={"do": "text"})).text == "some text"
+        for body, named in (
+            (b'{"do": 5}', "$.do"),
+            (b"{}", "'do'"),
+            (b'{"do": "text", "count": "x"}', "$.count"),
+            (b"{", "JSON"),
+        ):
+            response = await client.post("/predict", content=body)
+            assert (response.status_code, response.json()["reason"]) == (400, "invalid_input")
+            assert named in response.json()["error"]
+        assert len(made.request_ids) == 1
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    for path in ("/predict", f"/v1/{kind}"):
         schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert "count" in json.dumps(schema)
 
