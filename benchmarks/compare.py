@@ -75,7 +75,7 @@ class Service:
         """One turn."""
         kinds = dict(self._kinds(self._process.pid))
         before_s = {pid: cpu_s(pid) for pid in kinds}
-        outcome = uvloop.run(Connections(self.url).closed_loop(request, clients, seconds))
+        outcome = uvloop.run(Connections(self.url).closed_loop([request], clients, seconds))
         assert outcome.statuses.keys() == {200}, outcome.statuses
         used: dict[str, float] = defaultdict(float)
         for pid, kind in kinds.items():

@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 
 @dataclass(slots=True)
@@ -68,13 +70,13 @@ class Connections:
         else:
             self._idle.append((reader, writer))
 
-    async def closed_loop(self, request: bytes, clients: int, seconds: float) -> Outcome:
-        """Each client sends its next request when the last one is answered. After `seconds`, waits for the requests in flight."""
-        outcome, end_s = Outcome(seconds), time.perf_counter() + seconds
+    async def closed_loop(self, requests: Sequence[bytes], clients: int, seconds: float) -> Outcome:
+        """Each client sends the next request when its last one is answered. After `seconds`, waits for the requests in flight."""
+        outcome, end_s, following = Outcome(seconds), time.perf_counter() + seconds, cycle(requests)
 
         async def client() -> None:
             while time.perf_counter() < end_s:
-                await self.ask(request, outcome)
+                await self.ask(next(following), outcome)
 
         began_s = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import servers
-from benchmarks.servers import Running
+from benchmarks.servers import Running, bodies_of
 from multiworld_serving.testing.load.clients import Load, Sample, run_load
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.measurement import quantile
@@ -77,12 +77,17 @@ class Outcome:
         return sum(not s.failed and since_s <= s.done_s < until_s for s in self.load.samples)
 
 
-def ours(stages: int, replicas: int) -> AbstractContextManager[Running]:
-    return servers.ours(photo(), model="resnet18", weights="random:0", stages=stages, replicas=replicas, threads=1)
+def ours(model: str, stages: int, **settings: str) -> AbstractContextManager[Running]:
+    """A bundle, or a pipeline in Python with so many stages."""
+    chosen = settings | {"stages": stages} if settings else {"model": f"benchmarks.peers.stages:{model}_{stages}"}
+    return servers.ours(bodies_of(model, photo()), **{"model": model, "replicas": 2, "threads": 1} | chosen)
 
 
-def peer(python: str, module: str, *arguments: str, as_json: bool = False) -> AbstractContextManager[Running]:
-    return servers.peer(python, module, photo(), *arguments, as_json=as_json, workers=2)
+def peer(
+    options: argparse.Namespace, module: str, *more: str, as_json: bool = False
+) -> AbstractContextManager[Running]:
+    bodies, arguments = bodies_of(options.model, photo()), ("--model", options.model, *more)
+    return servers.peer(options.python, module, bodies, *arguments, as_json=as_json, workers=2)
 
 
 def measure(name: str, server: AbstractContextManager[Running], *, kills: int, clients: int, every_s: float) -> Outcome:
@@ -90,7 +95,7 @@ def measure(name: str, server: AbstractContextManager[Running], *, kills: int, c
     outcome = Outcome(name)
     with (
         server as running,
-        run_load(running.url, [running.question], clients=clients, timeout_s=HUNG_S) as outcome.load,
+        run_load(running.url, running.questions, clients=clients, timeout_s=HUNG_S) as outcome.load,
     ):
         time.sleep(3.0)  # warm-up: open connections, fill caches
         outcome.started_s = time.time()
@@ -140,6 +145,7 @@ def write(outcomes: Sequence[Outcome], file: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the peers")
+    parser.add_argument("--model", default="resnet18", help="or text, which only peers and stages in Python serve")
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--every-s", type=float, default=20.0)
@@ -147,13 +153,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="servers whose names begin so")
     options = parser.parse_args()
     compared: dict[str, Callable[[], AbstractContextManager[Running]]] = {
-        "LitServe, 2 workers": lambda: peer(options.python, "litserve_server", as_json=True),
+        "LitServe, 2 workers": lambda: peer(options, "litserve_server", as_json=True),
         "mosec, 2 workers": lambda: peer(
-            options.python, "mosec_server", "--address", "127.0.0.1", "--timeout", f"{HUNG_S * 1e3:.0f}"
+            options, "mosec_server", "--address", "127.0.0.1", "--timeout", f"{HUNG_S * 1e3:.0f}"
         ),
-        "Ray Serve, 2 replicas": lambda: peer(options.python, "ray_server"),
-        "this, 1 stage x 2 replicas": lambda: ours(1, 2),
-        "this, 2 stages x 2 replicas": lambda: ours(2, 2),
+        "Ray Serve, 2 replicas": lambda: peer(options, "ray_server"),
+        "this, 1 stage x 2 replicas": lambda: ours(options.model, 1, weights="random:0"),
+        "this, 2 stages x 2 replicas": lambda: ours(options.model, 2, weights="random:0"),
+        "this, in Python, 2 stages x 2 replicas": lambda: ours(options.model, 2),
     }
     outcomes = []
     for name, server in compared.items():

@@ -6,12 +6,13 @@ Each server runs during the block of its context manager.
 import base64
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import httpx
 from multiworld_serving.testing.load.requests import ReferenceRequest
 from multiworld_serving.testing.local_service import LocalService
 
+_ROOT = Path(__file__).parents[1]
 _START_S = 180.0
 _STOP_S = 15.0
 
@@ -40,14 +42,14 @@ class Running:
     """A running server.
 
     Attributes:
-        question: the request to send to /predict.
+        questions: the requests to send to /predict in turn.
         pids: returns the process ids of its live workers.
         root: process id of the process that was started.
         peer: whether it is a server of another project; these can be suspended with SIGSTOP.
     """
 
     url: str
-    question: ReferenceRequest
+    questions: Sequence[ReferenceRequest]
     pids: Callable[[], list[int]]
     root: int
     peer: bool = False
@@ -65,23 +67,25 @@ class Running:
 
 @contextmanager
 def peer(
-    python: str, module: str, jpeg: bytes, *arguments: str, as_json: bool = False, workers: int
+    python: str, module: str, bodies: Sequence[bytes], *arguments: str, as_json: bool = False, workers: int
 ) -> Iterator[Running]:
     """Run a server from `benchmarks.peers` during the block, which starts when `workers` workers are ready.
 
     Args:
         python: interpreter of the environment that has the server installed.
-        as_json: whether the server expects the image as base64 in JSON.
+        as_json: whether the server expects a body as base64 in JSON.
     """
-    body = json.dumps({"image": base64.b64encode(jpeg).decode()}).encode() if as_json else jpeg
-    question = AnyAnswer(body, "application/json" if as_json else "image/jpeg")
+    questions = [AnyAnswer(each) for each in bodies]
+    if as_json:
+        encoded = ({"body": base64.b64encode(each).decode()} for each in bodies)
+        questions = [AnyAnswer(json.dumps(each).encode(), "application/json") for each in encoded]
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [python, "-m", f"benchmarks.peers.{module}", "--port", str(port), "--pids", folder, *arguments]
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        running = Running(f"http://127.0.0.1:{port}", question, lambda: alive(Path(folder)), process.pid, peer=True)
+        running = Running(f"http://127.0.0.1:{port}", questions, lambda: alive(Path(folder)), process.pid, peer=True)
         try:
             wait_until_it_answers(running, process, log, workers)
             yield running
@@ -91,11 +95,22 @@ def peer(
 
 
 @contextmanager
-def ours(jpeg: bytes, **settings: Any) -> Iterator[Running]:
+def ours(bodies: Sequence[bytes], **settings: Any) -> Iterator[Running]:
     """Run this service during the block, with these settings of `multiworld serve`."""
+    os.environ["PYTHONPATH"] = str(_ROOT)  # its workers import stages in Python from here
     with LocalService(**settings) as service:
         pids = service.worker_pids
-        yield Running(service.url, AnyAnswer(jpeg), lambda: [p for p in pids().values() if lives(p)], service.pid)
+        questions = [AnyAnswer(each) for each in bodies]
+        yield Running(service.url, questions, lambda: [p for p in pids().values() if lives(p)], service.pid)
+
+
+def bodies_of(model: str, jpeg: bytes) -> list[bytes]:
+    """What is asked of a model: the photo, or texts of 3 to 200 tokens."""
+    if model != "text":
+        return [jpeg]
+    words = [each for each in (_ROOT / "examples/text_classifier/vocabulary.txt").read_text().split() if each.isalpha()]
+    random_ = random.Random(0)
+    return [" ".join(random_.choices(words, k=random_.randint(1, 198))).encode() for _ in range(100)]
 
 
 def stop_on_sigterm() -> None:
@@ -155,8 +170,9 @@ def wait_until_it_answers(running: Running, process: "subprocess.Popen[bytes]", 
     deadline_s = time.monotonic() + _START_S
     while process.poll() is None and time.monotonic() < deadline_s:
         try:
-            headers = {"content-type": running.question.content_type}
-            answer = httpx.post(f"{running.url}/predict", content=running.question.body, headers=headers, timeout=10.0)
+            first = running.questions[0]
+            headers = {"content-type": first.content_type}
+            answer = httpx.post(f"{running.url}/predict", content=first.body, headers=headers, timeout=10.0)
             if answer.status_code == 200 and len(running.pids()) == workers:
                 return
         except httpx.HTTPError:

@@ -20,7 +20,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,8 +28,9 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.connections import Connections, Outcome, request_bytes
+from benchmarks.peers.model import MAX_BATCH_SIZE
 from benchmarks.ranks import table
-from benchmarks.servers import Running, ours, peer, stop_on_sigterm
+from benchmarks.servers import Running, bodies_of, ours, peer, stop_on_sigterm
 from multiworld_serving.testing.load.images import photo
 from multiworld_serving.testing.load.measurement import quantile
 from multiworld_serving.testing.load.requests import body_file
@@ -46,7 +47,7 @@ class Case:
 
     name: str
     running: Running
-    request: bytes
+    requests: list[bytes]
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -96,7 +97,9 @@ class Figure:
         self.failed += outcome.failed
 
 
-def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], AbstractContextManager[Running]]]:
+def servers(
+    bodies: Sequence[bytes], options: argparse.Namespace
+) -> dict[str, Callable[[], AbstractContextManager[Running]]]:
     """Functions that start the servers to compare, by name."""
 
     def theirs(
@@ -107,7 +110,7 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
         return peer(
             options.python,
             module,
-            jpeg,
+            bodies,
             "--model",
             options.model,
             *shares,
@@ -118,7 +121,7 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
 
     def this(stages: int, replicas: int = 1) -> AbstractContextManager[Running]:
         return ours(
-            jpeg,
+            bodies,
             model=options.model,
             weights="random:0",
             stages=stages,
@@ -127,11 +130,23 @@ def servers(jpeg: bytes, options: argparse.Namespace) -> dict[str, Callable[[], 
             precision=options.precision,
         )
 
+    def python(stages: int) -> AbstractContextManager[Running]:
+        model = f"benchmarks.peers.stages:{options.model}_{stages}"
+        return ours(bodies, model=model, replicas=2, max_batch_size=MAX_BATCH_SIZE)
+
     mosec = ("--address", "127.0.0.1", "--timeout", "60000")
-    return {
+    bundles = {
         f"{THIS}, 1 stage": lambda: this(1),
         f"{THIS}, 1 stage, 2 replicas": lambda: this(1, replicas=2),
         f"{THIS}, 2 stages": lambda: this(2),
+    }
+    pipelines = {
+        f"{THIS}, in Python, 1 stage, 2 replicas": lambda: python(1),
+        f"{THIS}, in Python, 2 stages, 2 replicas": lambda: python(2),
+    }
+    return {
+        **(bundles if options.model != "text" else {}),
+        **(pipelines if options.model in ("resnet18", "text") else {}),
         "FastAPI + torchvision": lambda: theirs("fastapi_server"),
         "LitServe": lambda: theirs("litserve_server", as_json=True),
         "LitServe, 2 workers": lambda: theirs("litserve_server", as_json=True, workers=2),
@@ -145,7 +160,7 @@ def ask(case: Case, clients: int, seconds: float) -> Outcome:
     async def loop() -> Outcome:
         connections = Connections(case.running.url)
         try:
-            return await connections.closed_loop(case.request, clients, seconds)
+            return await connections.closed_loop(case.requests, clients, seconds)
         finally:
             connections.close()
 
@@ -180,7 +195,7 @@ def report(figures: dict[tuple[str, int], Figure], options: argparse.Namespace) 
         row = [name]
         for clients in options.clients:
             figure = figures[name, clients]
-            row += [f"{figure.rate:.1f}", f"{figure.p50:.0f}", f"{figure.cpu:.0f}"]
+            row += [f"{figure.rate:.1f}", f"{figure.p50:.0f}", f"{figure.cpu:.1f}"]
         rows.append(row)
     table(f"{options.model}, {options.precision}, images a second: {machine()}", columns, rows)
     failed = {f"{f.case}, {f.clients} clients": f.failed for f in figures.values() if f.failed}
@@ -202,7 +217,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the peers")
     parser.add_argument("--only", nargs="+", help="servers whose names begin so")
-    parser.add_argument("--model", default="resnet50")
+    parser.add_argument(
+        "--model", default="resnet50", help="of torchvision, or text, which this service has in Python only"
+    )
     parser.add_argument("--optimize", default="fused", help="of this service")
     parser.add_argument("--precision", default="float32", help="of this service; peers compute float32")
     parser.add_argument("--image", type=Path, help="a picture to ask about; one is made up otherwise")
@@ -215,12 +232,12 @@ def main() -> int:
     jpeg = body_file(options.image)[0] if options.image else photo(width=options.width, height=options.width * 3 // 4)
     with ExitStack() as stack:
         compared: list[Case] = []
-        for name, start in servers(jpeg, options).items():
+        for name, start in servers(bodies_of(options.model, jpeg), options).items():
             if not options.only or name.startswith(tuple(options.only)):
                 print(f"starting {name}", flush=True)
                 running = stack.enter_context(start())
-                request = request_bytes("/predict", running.question.content_type, running.question.body)
-                compared.append(Case(name, running, request))
+                asked = [request_bytes("/predict", each.content_type, each.body) for each in running.questions]
+                compared.append(Case(name, running, asked))
         figures = measure(compared, options)
     report(figures, options)
     if options.json:

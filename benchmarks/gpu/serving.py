@@ -45,9 +45,9 @@ def service_settings(setup: Setup) -> dict[str, Any]:
 
 def service(setup: Setup) -> None:
     """Images per second, latency and device memory with 1, 2 and 4 workers, and of mosec and LitServe with as many."""
-    jpeg, before_mib = photo(), memory_used_mib(setup.device)
+    bodies, before_mib = [photo()], memory_used_mib(setup.device)
     for workers in (1,) if setup.small else (1, 2, 4):
-        with ours(jpeg, **service_settings(setup), replicas=workers) as running:
+        with ours(bodies, **service_settings(setup), replicas=workers) as running:
             setup.add(f"this, {workers} workers", _speed(setup, running, workers, before_mib))
     if not setup.small:
         for name, (module, arguments, as_json) in _PEERS.items():
@@ -59,7 +59,7 @@ def service(setup: Setup) -> None:
             for workers in (1, 2):
                 shares = "--model", MODEL, "--device", setup.device, "--workers", str(workers), "--threads", "0"
                 with peer(
-                    setup.peers_python, module, jpeg, *shares, *arguments, as_json=as_json, workers=workers
+                    setup.peers_python, module, bodies, *shares, *arguments, as_json=as_json, workers=workers
                 ) as running:
                     setup.add(f"{name}, {workers} workers", _speed(setup, running, workers, before_mib))
     if not setup.on_gpu:
@@ -67,12 +67,12 @@ def service(setup: Setup) -> None:
 
 
 def _speed(setup: Setup, running: Running, workers: int, before_mib: float) -> dict[str, Any]:
-    request = request_bytes("/predict", running.question.content_type, running.question.body)
+    requests = [request_bytes("/predict", each.content_type, each.body) for each in running.questions]
 
     async def ask(clients: int, seconds: float) -> Outcome:
         connections = Connections(running.url)
         try:
-            return await connections.closed_loop(request, clients, seconds)
+            return await connections.closed_loop(requests, clients, seconds)
         finally:
             connections.close()
 

@@ -6,17 +6,17 @@ from typing import Any
 import litserve
 import torch
 
-from benchmarks.peers.model import BATCH_TIMEOUT_S, MAX_BATCH_SIZE, Classifier, options
+from benchmarks.peers.model import BATCH_TIMEOUT_S, MAX_BATCH_SIZE, classifier, options
 
 
 class Api(litserve.LitAPI):  # type: ignore[misc]
     """One worker."""
 
     def setup(self, device: str) -> None:
-        self.classifier = Classifier(options())
+        self.classifier = classifier(options())
 
     def decode_request(self, request: dict[str, str]) -> torch.Tensor:
-        return self.classifier.tensor(base64.b64decode(request["image"]))
+        return self.classifier.tensor(base64.b64decode(request["body"]))
 
     def predict(self, images: list[torch.Tensor]) -> list[dict[str, Any]]:
         return self.classifier.classify(images)

@@ -1,4 +1,4 @@
-"""What every peer serves: a model of torchvision with random weights, frozen by TorchScript; the five best classes of a JPEG."""
+"""What every peer serves: a model of torchvision with random weights, frozen by TorchScript, or the encoder of texts of an example."""
 
 import argparse
 import io
@@ -9,8 +9,12 @@ from pathlib import Path
 
 import torch
 from PIL import Image
+from tokenizers import BertWordPieceTokenizer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torchvision.models import get_model, get_model_weights
+
+from examples.text_classifier import model as text_model
 
 MAX_BATCH_SIZE = 8
 BATCH_TIMEOUT_S = 0.002
@@ -29,13 +33,20 @@ def options() -> argparse.Namespace:
     return parser.parse_known_args(sys.argv[1:])[0]
 
 
+def classifier(chosen: argparse.Namespace) -> "Classifier | TextClassifier":
+    """The model in one worker. Its process is ready then: its id is in the folder of `--pids`."""
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    torch.manual_seed(0)
+    made = TextClassifier() if chosen.model == "text" else Classifier(chosen)
+    (chosen.pids / str(os.getpid())).touch()
+    return made
+
+
 class Classifier:
-    """The model in one worker. To make one is to be ready: the worker's process id is in the folder of `--pids` then."""
+    """The five best classes of a JPEG."""
 
     def __init__(self, chosen: argparse.Namespace) -> None:
-        if chosen.threads:
-            torch.set_num_threads(chosen.threads)
-        torch.manual_seed(0)
         self._prepare = get_model_weights(chosen.model).IMAGENET1K_V1.transforms()
         model = get_model(chosen.model, weights=None).eval()
         traced = torch.jit.trace(model, torch.rand(1, 3, _IMAGE_SIZE, _IMAGE_SIZE))  # type: ignore[no-untyped-call]
@@ -44,7 +55,6 @@ class Classifier:
         blank = self._prepare(Image.new("RGB", (_IMAGE_SIZE, _IMAGE_SIZE)))
         for rows in (1, MAX_BATCH_SIZE):
             self.classify([blank] * rows)
-        (chosen.pids / str(os.getpid())).touch()
 
     def tensor(self, jpeg: bytes) -> Tensor:
         """[3, 224, 224], as the model takes it."""
@@ -60,3 +70,23 @@ class Classifier:
             {"classes": classes, "probabilities": probabilities}
             for classes, probabilities in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
+
+
+class TextClassifier:
+    """The probabilities of two classes for a text of up to 200 tokens."""
+
+    def __init__(self) -> None:
+        text_model.MAX_TOKENS = 200
+        self._tokenizer = BertWordPieceTokenizer(str(text_model.VOCABULARY))
+        self._tokenizer.enable_truncation(text_model.MAX_TOKENS)
+        self._model = text_model.make().eval()
+
+    def tensor(self, body: bytes) -> Tensor:
+        """The tokens: int64 [L]."""
+        return torch.tensor(self._tokenizer.encode(body.decode()).ids)
+
+    @torch.inference_mode()
+    def classify(self, texts: Sequence[Tensor]) -> list[dict[str, list[float]]]:
+        """For each text, its probabilities."""
+        ids = pad_sequence(list(texts), batch_first=True)
+        return [{"probabilities": each} for each in self._model(ids, ids > 0).tolist()]

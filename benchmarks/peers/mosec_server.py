@@ -5,14 +5,14 @@ from typing import Any
 import mosec
 import torch
 
-from benchmarks.peers.model import BATCH_TIMEOUT_S, MAX_BATCH_SIZE, Classifier, options
+from benchmarks.peers.model import BATCH_TIMEOUT_S, MAX_BATCH_SIZE, classifier, options
 
 
 class Inference(mosec.Worker):  # type: ignore[misc]
     """One worker."""
 
     def __init__(self) -> None:
-        self.classifier = Classifier(options())
+        self.classifier = classifier(options())
 
     def deserialize(self, data: bytes) -> torch.Tensor:
         return self.classifier.tensor(data)

@@ -7,7 +7,7 @@ import ray
 from ray import serve
 from starlette.requests import Request
 
-from benchmarks.peers.model import BATCH_TIMEOUT_S, MAX_BATCH_SIZE, Classifier, options
+from benchmarks.peers.model import BATCH_TIMEOUT_S, MAX_BATCH_SIZE, classifier, options
 
 
 @serve.deployment(max_ongoing_requests=100)
@@ -15,7 +15,7 @@ class Inference:
     """One replica."""
 
     def __init__(self, chosen: argparse.Namespace) -> None:
-        self.classifier = Classifier(chosen)
+        self.classifier = classifier(chosen)
 
     @serve.batch(max_batch_size=MAX_BATCH_SIZE, batch_wait_timeout_s=BATCH_TIMEOUT_S)  # type: ignore[untyped-decorator]
     async def classify(self, bodies: list[bytes]) -> list[dict[str, Any]]:
