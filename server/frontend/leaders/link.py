@@ -62,7 +62,7 @@ class LeaderLink:
     Attributes:
         state: last state reported by the leader; None while disconnected.
         name: of the leader, as known from its last state.
-        was_ready: whether the leader has been ready since this link was formed.
+        was_ready: whether the leader is ready, or was the last one that was, since this link was formed.
     """
 
     def __init__(

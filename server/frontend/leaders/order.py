@@ -43,8 +43,13 @@ class LeaderOrder:
     def find_candidates(self) -> None:
         """Update `candidates`: first the ready leaders, then the usable ones."""
         usable = [(link, link.state) for link in self.current if link.state is not None and link.usable]
+        if any(state.snapshot.ready for _, state in usable):
+            for link, state in usable:
+                link.was_ready = state.snapshot.ready
         self._was_ready |= any(link.was_ready for link in self.links)
-        if self._was_ready:  # a leader that has just started would reject them, because its workers have not joined yet
+        if (
+            self._was_ready
+        ):  # a leader without workers would reject them: they have not joined yet, or have left it for another one
             usable = [(link, state) for link, state in usable if link.was_ready]
         usable.sort(key=lambda each: not each[1].snapshot.ready)
         self.candidates = [link for link, _ in usable]

@@ -98,6 +98,7 @@ class Resending:
                         f"{self._failures} leaders failed while they had this request; it is not sent to another one"
                     ) from error
                 self.resent += 1
+                self.rejected.clear()  # the workers join one of the other leaders
                 self._metrics.resubmitted(self._model, "failed" if error.failed else "left")
                 await asyncio.sleep(0)  # a link that sends nothing more may still have to notice its end
             case RequestRejected():

@@ -48,8 +48,8 @@ async def test_leader_gets_the_image_and_what_it_needs_to_know() -> None:
 
 async def test_first_leader_that_is_ready_gets_the_requests() -> None:
     made, leaders = pool_of(3)
-    # If none is ready, they wait at the first one until a worker has joined.
-    for ready, sent in (((1, 1, 1), 0), ((0, 1, 1), 1), ((0, 0, 1), 2), ((1, 0, 1), 0), ((0, 0, 0), 0)):
+    # If none is ready, they wait at the one that was ready last until a worker has joined.
+    for ready, sent in (((1, 1, 1), 0), ((0, 1, 1), 1), ((0, 0, 1), 2), ((1, 0, 1), 0), ((0, 0, 0), 2)):
         for leader, is_ready in zip(leaders, ready, strict=True):
             leader.tells(ready=bool(is_ready))
         before = leaders[sent].sent()
@@ -107,6 +107,31 @@ async def test_requests_wait_until_a_leader_that_has_just_started_is_ready() -> 
     leader.tells(ready=True)
     await waiting
     assert leader.sent() == 5
+
+
+async def test_requests_wait_for_the_workers_of_a_lost_leader_when_the_other_has_lost_its_own_to_it() -> None:
+    made, (first, second) = pool_of(2)
+    first.is_lost()
+    assert (await predict(made.pool)).attempts == 1
+    first.tells(ready=True)
+    second.tells(ready=False)  # its workers have moved to the first leader, longer than the grace time ago
+    first.is_lost()
+    second.answers = [errors.NoReplicaError("a stage has had no replica")]
+    waiting = asyncio.gather(predict(made.pool), admit(made.pool))
+    await asyncio.sleep(0.02)
+    assert second.sent() == 1, "it would reject them"
+    second.answers.clear()
+    second.tells(ready=True)
+    await waiting
+    assert second.sent() == 2
+
+
+async def test_request_returns_to_a_leader_that_has_rejected_it_when_the_workers_do() -> None:
+    made, (first, second) = pool_of(2)
+    first.answers = [errors.NoReplicaError("a stage has had no replica")]
+    second.answers = [lost(failed=False)]
+    assert (await predict(made.pool)).attempts == 2
+    assert [first.sent(), second.sent()] == [2, 1]
 
 
 async def test_request_is_rejected_after_the_grace_time_when_no_leader_starts() -> None:
