@@ -36,7 +36,7 @@ def engine(compose_command: None, pytestconfig: pytest.Config) -> None:
         pytest.fail(f"--containers was given, and there is no Docker Engine: {error}", pytrace=False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def deployment(
     engine: None, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:

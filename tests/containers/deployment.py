@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from multiworld_serving.testing.chaos.faults.fault import WAIT_S
+from multiworld_serving.testing.chaos.observer import Observer
 from multiworld_serving.testing.load.clients import Load, run_load
 from multiworld_serving.testing.load.images import photos
 from multiworld_serving.testing.load.requests import ReferenceRequest, served_requests
 from multiworld_serving.testing.local_service import RunningService
-from tests.containers.project import Container, ContainerError, docker
+from tests.containers.project import Container, ContainerError, docker, shell
 from tests.e2e.prometheus_server import PrometheusServer
 from tests.programs import free_port
 
@@ -80,6 +82,18 @@ class Deployment(RunningService):
             environment=self.environment,
             timeout_s=900.0,
         )
+
+    def shell(self, command: str) -> str:
+        """Run a command of the documentation, in which the project has its default name, and return its output."""
+        (frontend,) = self.containers("frontend")
+        files = ":".join(map(str, self._files))
+        environment = self.environment | {"COMPOSE_PROJECT_NAME": self.name, "COMPOSE_FILE": files}
+        return shell(re.sub(r"\bmultiworld-(?=\w+-\d)", f"{self.name}-", command), frontend.id, environment)
+
+    def complete(self) -> None:
+        """Wait until every slot and every leader is ready."""
+        with Observer(self.url) as observer:
+            observer.wait(lambda now: now.complete, WAIT_S, "complete")
 
     def down(self) -> None:
         """Remove the project as a user would who wants nothing left of it."""

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
 _COMMAND_S = 180.0
+_PROCEDURE_S = 600.0
+"""For commands that replace all workers."""
 _FREE_ADDRESSES = 16
 _PLACEHOLDER_S = 600
 """A placeholder container ends by itself after this time, in case this process is killed."""
@@ -96,7 +98,11 @@ class Container:
 
 def docker(*arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = _COMMAND_S) -> str:
     """Run one docker command and return its standard output. Raises ContainerError if it fails or times out."""
-    command = ("docker", *arguments)
+    return run(("docker", *arguments), environment, timeout_s)
+
+
+def run(command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float) -> str:
+    """Run a command and return its standard output. Raises ContainerError if it fails or times out."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -105,3 +111,9 @@ def docker(*arguments: str, environment: Mapping[str, str] | None = None, timeou
         said = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         raise ContainerError(f"{' '.join(command)[:200]}: {said[0]}")
     return done.stdout
+
+
+def shell(command: str, frontend: str, environment: Mapping[str, str] | None = None) -> str:
+    """Run a line of shell in the repository, in which `multiworld` runs in the container of this frontend. Raises ContainerError."""
+    program = f'multiworld() {{ docker exec {frontend} multiworld "$@"; }}; {command}'
+    return run(("bash", "-euo", "pipefail", "-c", program), environment, _PROCEDURE_S)
