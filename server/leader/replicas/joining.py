@@ -25,6 +25,8 @@ _GIVEN_UP_S = 30.0
 """When such a worker asks again."""
 ELSEWHERE_S = 1.0
 """When a worker asks again that no leader takes, or whose host is drained."""
+_QUARANTINED_S = 2.0
+"""When a quarantined worker asks again at the latest: it may join as soon as a stage or this leader has lost its other workers."""
 _WORKERS_RETURN_S = 2.5
 """Workers that have lost their leader join the next one within this time of each other: the longest pause between their attempts is 2 s."""
 _MOVE_S = 0.1
@@ -80,7 +82,7 @@ class Joining:
                 return _MOVE_S
             if not all(map(self._placement.num_workers, range(self._placement.num_stages))):
                 return 0.0  # a stage has no worker: even a failing worker cannot make it worse
-            return self.breaker.wait_s(request.worker, time.monotonic())
+            return min(self.breaker.wait_s(request.worker, time.monotonic()), _QUARANTINED_S)
         # Either the loss of the former worker is not detected yet (missed heartbeats will show it), or two workers have this name.
         if time.monotonic() - former.since_s > 3 * self._settings.heartbeat_timeout_s:
             logger.warning(

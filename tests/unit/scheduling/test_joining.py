@@ -1,5 +1,6 @@
 """Which workers of another leader may move to this one, and which stage they keep."""
 
+import time
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
@@ -70,3 +71,14 @@ def test_worker_that_joins_again_later_is_placed_where_it_is_needed() -> None:
         leader.join(held)
     leader.joining._goal.settle_until_s = 0.0
     assert leader.join("1").slot.name == "s0.r1"
+
+
+def test_quarantined_worker_asks_soon_again_and_joins_when_its_stage_has_no_other() -> None:
+    leader = Leader()
+    leader.join("0")
+    other, request = leader.join("1"), leader.request("1", serves=False)
+    for _ in range(9):
+        leader.joining.breaker.failed(request.worker, healthy=False, now_s=time.monotonic())
+    assert 0 < leader.joining.wait_s(request) <= 2, "it may have to take the place of another one at any time"
+    leader.placement.lose(other)
+    assert leader.joining.wait_s(request) == 0
