@@ -82,7 +82,7 @@ class HttpSettings(ServiceSettings):
     otlp_endpoint: str | None = setting(
         None,
         "Logging",
-        pattern=r"^https?://[^\s]+$",
+        pattern=r"^https?://[^\s/]+/[^\s]+$",
         allowed="a URL with its path, such as http://127.0.0.1:4318/v1/traces",
     )
     """OTLP/HTTP URL that OpenTelemetry traces are sent to; by default there is no tracing."""

@@ -34,7 +34,7 @@ SETTINGS = {
     "WORKER_MEMORY": "1280m",
     "MULTIWORLD_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_TIMEOUT_S),
     # No collector runs and nothing is sampled: the programs start only if the image has the packages for tracing.
-    "MULTIWORLD_OTLP_ENDPOINT": "http://127.0.0.1:4318",
+    "MULTIWORLD_OTLP_ENDPOINT": "http://127.0.0.1:4318/v1/traces",
     "MULTIWORLD_TRACE_RATIO": "0",
 }
 """Small enough for two cores."""

@@ -20,7 +20,10 @@ from tests.services import says, small_service
 from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 
@@ -38,6 +41,7 @@ class Collector:
         for group in ExportTraceServiceRequest.FromString(body).resource_spans:
             facts = {pair.key: pair.value.string_value for pair in group.resource.attributes}
             for scope in group.scope_spans:
+                assert all((len(span.trace_id), len(span.span_id)) == (16, 8) for span in scope.spans)
                 self.services |= {span.span_id: facts["service.name"] for span in scope.spans}
                 self.spans += scope.spans
 
@@ -58,9 +62,12 @@ def collector() -> Iterator[Collector]:
     class Handler(QuietHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
+            if (self.path, self.headers["content-type"]) != ("/v1/traces", "application/x-protobuf"):
+                self.answer(404)
+                return
             made.take(body)
             made.responsive.wait()
-            self.answer(200)
+            self.answer(200, ExportTraceServiceResponse().SerializeToString())
 
     made.responsive.set()
     with serving(Handler) as url:
