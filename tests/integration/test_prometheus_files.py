@@ -52,10 +52,11 @@ def test_metric_names_follow_the_prometheus_conventions() -> None:
 @pytest.mark.parametrize("alert", ALERTS)
 def test_alert_is_tested_and_has_a_runbook_section(alert: str) -> None:
     tests = "".join(file.read_text() for file in (PROMETHEUS / "tests").glob("*.yml"))
-    fires = re.search(rf"alertname: {alert}\n\s+eval_time: .*\n\s+exp_alerts:\n\s+- exp_labels", tests)
-    stays = re.search(rf"alertname: {alert}, eval_time: \S+ exp_alerts: \[\]", tests)
-    assert fires, "no test in which it fires"
-    assert stays, "no test in which it stays silent"
+    fires = rf"alertname: {alert}\n\s+eval_time: [^\n]*\n\s+exp_alerts:\n\s+- exp_labels"
+    stays = rf"alertname: {alert}, eval_time: \S+ exp_alerts: \[\]"
+    assert re.search(rf"{fires}(?:(?!\n  - name:).)*{stays}", tests, re.DOTALL), (
+        "no test in which it fires and resolves"
+    )
     rule = (PROMETHEUS / "rules" / "alerts.yml").read_text().split(f"- alert: {alert}\n")[1].split("- alert:")[0]
     found = re.search(r"runbook_url: (docs/\w+\.md)#(\w+)\n", rule)
     assert found, "no runbook_url"
