@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_COPIES = 8
 """Copies in flight for each shadow of a frontend. Requests that arrive meanwhile are not copied."""
+_WAITED_S = 0.01
+"""A request that waited for longer than this, and longer than it was computed, is not copied: a copy could make the next one wait."""
 _TOLERANCE = 0.01
 """Values are equal if they differ by at most this share of the largest one."""
 
@@ -36,8 +38,9 @@ class Shadow:
         self._copies: set[asyncio.Task[None]] = set()
 
     def copy(self, shadow: Inference | None, rows: Tensor, key: str, model: ServedModel, response: Prediction) -> None:
-        """Have the shadow compute the rows of a request that has this response of `model`, unless it is busy or not ready."""
-        if shadow is None or len(self._copies) >= _MAX_COPIES or not shadow.gate.pipeline.ready:
+        """Have the shadow compute the rows of a request that has this response of `model`, unless one of them is busy or it is not ready."""
+        is_busy = len(self._copies) >= _MAX_COPIES or response.queue_s > max(response.compute_s, _WAITED_S)
+        if shadow is None or is_busy or not shadow.gate.pipeline.ready:
             self._requests.count_copy("dropped")
         elif not _takes(shadow.signature.model, model):
             self._requests.count_copy("incompatible")

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import torch
 
@@ -237,6 +239,12 @@ async def copies(running: Frontend, count: int) -> dict[str, float]:
     return {outcome: number for outcome, number in counted().items() if number}
 
 
+def timed(queue_s: float, compute_s: float, rows: torch.Tensor) -> Prediction:
+    """The model's class, after these times."""
+    answer = opposite(rows)
+    return msgspec.structs.replace(answer, output=-answer.output, queue_s=queue_s, compute_s=compute_s)
+
+
 def opposite(rows: torch.Tensor) -> Prediction:
     """Another class than the model's."""
     return Prediction(-rows.float().mean(dim=(2, 3)), MODEL.name, MODEL.version, 0.0, 0.0, 0.0, 1, ("s0.r0",))
@@ -268,6 +276,16 @@ async def test_busy_shadow_delays_no_request(tmp_path: Path) -> None:
         assert await copies(running, 12) == {"dropped": 12}, "8 are in flight"
         running.predictors["m@2"].proceed.set()
         assert await copies(running, 20) == {"equal": 8, "dropped": 12}
+
+
+async def test_requests_that_waited_for_a_worker_are_not_copied(tmp_path: Path) -> None:
+    async with frontend(tmp_path) as (running, client):
+        running.share(v1=100, v2="shadow")
+        for number, (queue_s, compute_s) in enumerate([(0.011, 0.01), (0.011, 0.02), (0.009, 0.0), (0.2, 0.1)], 1):
+            running.predictors["m"].answer = partial(timed, queue_s, compute_s)
+            assert await running.versions(client, 1) == {"1": 1}
+            await copies(running, number)
+        assert await copies(running, 4) == {"equal": 2, "dropped": 2}
 
 
 async def test_shadow_with_other_inputs_gets_no_copies(tmp_path: Path) -> None:
