@@ -68,6 +68,8 @@ def main(verbs: Verbs, arguments: Sequence[str] | None = None) -> int:
     except ServiceError as error:
         notify(ERROR_FIELD + " ".join(str(error).split()), SEND_TIMEOUT_S)
         return _fail(str(error), 1)
+    except BrokenPipeError as error:  # such as `multiworld status | head`
+        return _fail(f"cannot write standard output: {error.strerror}", 1)
     except Exception as error:
         notify(ERROR_FIELD + " ".join(f"{type(error).__name__}: {error}".split()), SEND_TIMEOUT_S)
         raise

@@ -1,5 +1,6 @@
 """How the command `multiworld` ends its process."""
 
+import os
 import subprocess
 import sys
 
@@ -51,3 +52,17 @@ def test_program_fails_when_its_output_cannot_be_written(monkeypatch: pytest.Mon
         )
     assert ended.returncode == 1
     assert ended.stderr == "multiworld: error: cannot write standard output: No space left on device\n"
+
+
+def test_program_fails_without_a_traceback_when_the_reader_of_its_output_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, "--version"], stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "multiworld: error: cannot write standard output: Broken pipe\n"
