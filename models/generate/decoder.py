@@ -160,16 +160,19 @@ class DecoderPart:
         return sliding if "sliding_attention" in kinds else full
 
     def _sampled(self, state: Tensor, row: dict[str, Any]) -> int:
-        """The next token. It depends on logits, seed and position only, so that a replay continues the same text."""
+        """The next token. It depends on logits, seed and position only, so that a replay continues the same text.
+
+        Each token has its own noise (Gumbel-max trick), so the result does not depend on the order of tokens with almost equal logits.
+        """
         logits = self._head(state).float()
         if (softcap := getattr(self._config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / softcap) * softcap
         temperature, top_p, seed, place = row["sampling"]
         if not temperature:
             return int(logits.argmax())
-        probabilities = (logits / temperature).softmax(-1).cpu()
-        ordered, tokens = probabilities.sort(descending=True, stable=True)
-        kept = ordered.cumsum(0) - ordered < top_p
-        kept[0] = True
+        weights = ((logits - logits.max()) / temperature).softmax(-1).cpu()
+        if top_p < 1:
+            ordered, tokens = weights.sort(descending=True, stable=True)
+            weights[tokens[ordered.cumsum(0) - ordered >= top_p]] = 0
         drawn = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + place) % (1 << 63))
-        return int(tokens[torch.multinomial(ordered * kept, 1, generator=drawn)])
+        return int((weights / torch.empty_like(weights).exponential_(generator=drawn)).argmax())
