@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from multiworld_serving.testing.local_service import LocalService
@@ -87,6 +88,52 @@ def test_requests_are_refused_with_the_name_of_the_field(
     response = complete(service, **fields)
     assert response.status_code == status, response.text
     assert named in response.text
+
+
+@pytest.fixture(scope="module")
+def client(service: LocalService) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="unused", timeout=200, max_retries=0)
+
+
+def test_the_client_of_openai_completes_and_chats(client: openai.OpenAI, decoder: tuple[Path, Any]) -> None:
+    expected = expected_tokens(decoder[1], [5, 6, 7], 8)
+    asked: dict[str, Any] = {"model": "chat", "temperature": 0, "max_tokens": 8}
+    completion = client.completions.create(prompt="w5 w6 w7", **asked)
+    assert (words(completion.choices[0].text), completion.choices[0].finish_reason) == (expected, "length")
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 8
+    parts = list(client.completions.create(prompt=[5, 6, 7], stream=True, **asked))
+    assert words("".join(each.choices[0].text for each in parts)) == expected
+    messages: Any = [{"role": "w5", "content": "w6"}]
+    chat = client.chat.completions.create(messages=messages, **asked)
+    message, replied = chat.choices[0].message, expected_tokens(decoder[1], [5, 6, 1], 8)
+    assert (message.role, words(message.content or "")) == ("assistant", replied)
+    chunks = list(
+        client.chat.completions.create(messages=messages, stream=True, stream_options={"include_usage": True}, **asked)
+    )
+    assert words("".join(each.choices[0].delta.content or "" for each in chunks[:-1])) == replied
+    assert [each.choices[0].delta.role for each in chunks[:2]] == ["assistant", None]
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 11
+    with (
+        client.chat.completions.stream(messages=messages, **asked) as stream,
+        pytest.raises(openai.LengthFinishReasonError) as end,
+    ):
+        stream.get_final_completion()
+    assert words(end.value.completion.choices[0].message.content or "") == replied
+    assert [each.id for each in client.models.list()] == ["chat"]
+
+
+def test_errors_are_the_exceptions_of_the_client_of_openai(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "chat", "prompt": "w5"}
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        client.completions.create(logprobs=2, **asked)
+    with pytest.raises(openai.BadRequestError, match="300 tokens") as caught:
+        client.completions.create(**asked | {"prompt": [5] * 300}, stream=True)
+    assert (caught.value.type, caught.value.code) == ("invalid_input", "400")
+    with pytest.raises(openai.NotFoundError, match="other"):
+        client.completions.create(model="other", prompt="w5")
 
 
 def test_predict_names_the_path_of_a_decoder(service: LocalService) -> None:

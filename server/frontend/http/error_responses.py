@@ -58,8 +58,14 @@ def error_response(
 ) -> JSONResponse:
     """An error response in the common format. Also stores the reason in the record."""
     record.reason = reason
-    body = {"error": error, "reason": reason, "request_id": record.request_id, **fields}
+    what = openai_error(status, error, reason) if record.protocol == "openai" else error
+    body = {"error": what, "reason": reason, "request_id": record.request_id, **fields}
     return JSONResponse(body, status, headers)
+
+
+def openai_error(status: int, error: str, reason: str) -> dict[str, str | None]:
+    """The object that clients of OpenAI's API expect as `error`."""
+    return {"message": error, "type": reason, "param": None, "code": str(status)}
 
 
 def routing_response(

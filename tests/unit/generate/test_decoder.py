@@ -1,7 +1,7 @@
 """Parts of decoders compute the tokens of `generate`, whatever shares their batches, and after a loss of sessions."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,15 @@ class Text(NamedTuple):
     prompt: list[int]
     most: int
     sampling: tuple[float, float, int]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Threads of a small matrix wait for each other when other processes have the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def parts_of(folder: Path, count: int = 2, tokens: int = 10_000) -> list[DecoderPart]:

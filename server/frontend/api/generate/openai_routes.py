@@ -20,6 +20,7 @@ from multiworld_serving.common.service.errors import InvalidInputError, RequestR
 from multiworld_serving.server.frontend.api.generate.generation import Generation, Sampling
 from multiworld_serving.server.frontend.api.generate.text_codec import TextCodec
 from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
+from multiworld_serving.server.frontend.http.error_responses import openai_error
 from multiworld_serving.server.frontend.http.open_request import OpenRequest
 from multiworld_serving.server.frontend.http.route import client_timeout_s, route
 from multiworld_serving.server.frontend.observability.metrics import FrontendMetrics
@@ -85,10 +86,11 @@ class ChatCompletion(_Body, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class _Piece(NamedTuple):
-    """A part of the text, and why it ends: "stop", "length", or "" if it goes on."""
+    """A part of the text, and why it ends: "stop", "length", or "" if it goes on. The first one of a chat has the role."""
 
     text: str
     finish: str = ""
+    is_first: bool = False
 
 
 class OpenAiRoutes:
@@ -259,7 +261,7 @@ def _message_choice(piece: _Piece) -> dict[str, Any]:
 
 
 def _delta_choice(piece: _Piece) -> dict[str, Any]:
-    delta = {"role": "assistant", "content": piece.text}
+    delta = {"role": "assistant", "content": piece.text} if piece.is_first else {"content": piece.text}
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": piece.finish or None}
 
 
@@ -273,8 +275,10 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """The chunks of a stream as server-sent events."""
     async with aclosing(pieces):
+        is_first = True
         async for piece in pieces:
-            yield _event({**head, "choices": [chunk(piece)]})
+            yield _event({**head, "choices": [chunk(piece._replace(is_first=is_first))]})
+            is_first = False
     if include_usage:
         yield _event({**head, "choices": [], "usage": _usage(prompt, counted.count)})
     yield b"data: [DONE]\n\n"
@@ -315,6 +319,6 @@ class EventStream(Response):
             self._record.reason = error.reason
             if isinstance(error, WithdrawnError):
                 return
-            failure = {"message": error.detail, "type": error.reason, "code": error.status}
+            failure = openai_error(error.status, error.detail, error.reason)
             await send({"type": "http.response.body", "body": _event({"error": failure}), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
