@@ -38,7 +38,7 @@ class Shadow:
         self._copies: set[asyncio.Task[None]] = set()
 
     def copy(self, shadow: Inference | None, rows: Tensor, key: str, model: ServedModel, response: Prediction) -> None:
-        """Have the shadow compute the rows of a request that has this response of `model`, unless one of them is busy or it is not ready."""
+        """Have the shadow compute the rows of a request with this response of `model`, unless one of them is busy or it is not ready."""
         is_busy = len(self._copies) >= _MAX_COPIES or response.queue_s > max(response.compute_s, _WAITED_S)
         if shadow is None or is_busy or not shadow.gate.pipeline.ready:
             self._requests.count_copy("dropped")
