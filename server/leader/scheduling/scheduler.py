@@ -328,7 +328,8 @@ class Scheduler(SchedulerState):
     def _dispatch_isolated(self, pool: Pool) -> None:
         from_backlog = pool is self.table.entry_pool and self.backlog.isolated and not pool.pipeline.isolation_saturated
         if not pool.isolated and not from_backlog:
-            if pool.reserved is not None and not _has_isolated(pool.reserved):
+            reserved = pool.reserved
+            if reserved is not None and not any(each.batch.isolated for each in reserved.in_flight.values()):
                 pool.release()
             return
         replica = pool.reserve()
@@ -396,7 +397,3 @@ class Scheduler(SchedulerState):
                 waited_s=waited_s,
             )
         )
-
-
-def _has_isolated(replica: Replica) -> bool:
-    return any(attempt.batch.isolated for attempt in replica.in_flight.values())
