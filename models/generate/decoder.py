@@ -125,6 +125,7 @@ class DecoderPart:
     def _session(self, row: dict[str, Any]) -> Any:
         if row["position"]:
             return self.sessions.find(row["session"], row["position"])
+        self.sessions.close(row["replaces"])
         return self.sessions.open(row["session"], row["capacity"])
 
     def _hidden(self, rows: list[dict[str, Any]], sessions: list[Any]) -> tuple[Tensor, list[int]]:

@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,15 @@ import httpx
 import openai
 import pytest
 
+from multiworld_serving.cli.main import main
 from multiworld_serving.testing.local_service import LocalService
+from tests.chaos.clients import external_worker
 from tests.decoders import expected_tokens, write_decoder
 from tests.waiting import wait_until
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [20]]
 COUNT = 60
+MANY = 200
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +96,23 @@ def test_requests_are_refused_with_the_name_of_the_field(
     assert named in response.text
 
 
+class FullError(Exception):
+    """The service has no room for another sequence."""
+
+
+def streamed(service: LocalService, prompt: list[int], most: int) -> Iterator[list[int]]:
+    """The tokens of a greedy stream, as they come."""
+    body = {"model": "chat", "prompt": prompt, "max_tokens": most, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=200) as response:
+        if response.status_code == 429:
+            raise FullError
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                yield words(event["choices"][0]["text"])
+
+
 @pytest.fixture(scope="module")
 def client(service: LocalService) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{service.url}/v1", api_key="unused", timeout=200, max_retries=0)
@@ -148,19 +171,63 @@ def test_streams_lose_no_token_when_workers_and_a_leader_are_killed(
     replays = service.metric("multiworld_session_replays_total")
     victims = [*list(service.worker_pids().values())[:2], service.child_pids("leader")[0]]
     found: list[list[int]] = [[] for _ in PROMPTS]
-    with httpx.Client(timeout=200) as client:
-        for number, prompt in enumerate(PROMPTS):
-            body = {"model": "chat", "prompt": prompt, "max_tokens": COUNT, "temperature": 0, "stream": True}
-            with client.stream("POST", f"{service.url}/v1/completions", json=body) as response:
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        event = json.loads(line[6:])
-                        assert "error" not in event, event
-                        found[number] += words(event["choices"][0]["text"])
-                    if len(found[number]) == 10 and victims:
-                        os.kill(victims.pop(), signal.SIGKILL)
+    for number, prompt in enumerate(PROMPTS):
+        for tokens in streamed(service, prompt, COUNT):
+            found[number] += tokens
+            if len(found[number]) == 10 and victims:
+                os.kill(victims.pop(), signal.SIGKILL)
     assert found == expected
     assert not victims
+    assert service.metric("multiworld_session_replays_total") > replays
+
+
+@pytest.fixture(scope="module")
+def drained(decoder: tuple[Path, Any], token_file: Path) -> Iterator[LocalService]:
+    """Two workers on host a, and two on host b. Each has room for two of the texts below."""
+    model = f"generate:{decoder[0]}"
+    settings: dict[str, Any] = {"external_workers": True, "token_file": token_file, "wait_until_ready": False}
+    settings |= {
+        "timeout_s": 200,
+        "recovery_grace_s": 120,
+        "heartbeat_timeout_s": 10,
+        "session_tokens": 2 * (MANY + 15),
+    }
+    with ExitStack() as stack:
+        service = stack.enter_context(LocalService(model=f"chat={model}", stages=2, replicas=2, **settings))
+        for name in ("a-0", "a-1", "b-0", "b-1"):
+            options = ("--advertise-host", name[0], "--allow", model)
+            stack.enter_context(external_worker(service.join_address, name=name, options=options))
+        service.wait_until_complete(200)
+        yield service
+
+
+@pytest.mark.parametrize("command", ["rolling-restart", "drain"])
+def test_streams_lose_no_token_when_workers_leave_one_after_another(
+    command: str, request: pytest.FixtureRequest, decoder: tuple[Path, Any]
+) -> None:
+    service: LocalService = request.getfixturevalue("drained" if command == "drain" else "service")
+    service.wait_until_complete(200)
+    expected = [expected_tokens(decoder[1], prompt, MANY) for prompt in PROMPTS]
+    replays = service.metric("multiworld_session_replays_total")
+    has_ended = threading.Event()
+
+    def client(prompt: list[int], expected: list[int]) -> int:
+        ended = 0
+        while not has_ended.is_set():
+            with suppress(FullError):
+                assert [token for tokens in streamed(service, prompt, MANY) for token in tokens] == expected
+                ended += 1
+        return ended
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        clients = [pool.submit(client, *each) for each in zip(PROMPTS, expected, strict=True)]
+        try:
+            wait_until(lambda: service.metric("multiworld_generate_open") > 1)
+            arguments = ["b"] if command == "drain" else []
+            assert main([command, *arguments, "--url", service.metrics_url.removesuffix("/metrics")]) == 0
+        finally:
+            has_ended.set()
+    assert sum(each.result() for each in clients)
     assert service.metric("multiworld_session_replays_total") > replays
 
 

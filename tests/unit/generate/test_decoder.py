@@ -48,6 +48,7 @@ def step(parts: list[DecoderPart], rows: list[dict[str, Any]]) -> list[Any]:
 def row(session: str, tokens: list[int], position: int, sampling: tuple[float, float, int] = (0, 1, 0)) -> Any:
     return {
         "session": session,
+        "replaces": session.replace("e", "c"),
         "tokens": tokens[position:],
         "position": position,
         "capacity": 100,
@@ -179,6 +180,7 @@ def test_sessions_are_bounded_and_freed(tmp_path: Path, monkeypatch: pytest.Monk
         assert parts[1].compute(parts[0].compute([end])) == [end]
     assert step(parts, [row("c", [1, 2], 0)]) != [FULL]
     assert [len(part.sessions) for part in parts] == [2, 2]
+    assert step(parts, [row("e", [1, 2], 0)]) != [FULL]  # it replaces "c"
     monkeypatch.setattr("time.monotonic", lambda: 1e9 + IDLE_S)
     assert step(parts, [row("d", [1, 2], 0)]) != [FULL]
 

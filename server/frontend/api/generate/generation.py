@@ -11,7 +11,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from multiworld_serving.common.service.errors import (
@@ -31,6 +30,8 @@ logger = logging.getLogger(__name__)
 _MAX_REPLAYS = 20
 """Replays of a sequence without a token between them."""
 _PAUSE_S = 0.05
+_ROOM_S = 0.25
+"""Pause between two attempts of a sequence that has tokens, if no worker has room for it."""
 _END_S = 5.0
 _ending: set[asyncio.Task[None]] = set()
 """asyncio itself keeps no reference to tasks."""
@@ -62,7 +63,7 @@ class Generation:
         self._prompt = len(prompt)
         self._most = most
         self._sampling = sampling
-        self._session = ""
+        self._session = self._former = ""
         self._route: tuple[str, ...] = ()
         self.replays = 0
 
@@ -70,26 +71,21 @@ class Generation:
         """The tokens, as they are computed. Closing the iterator ends the session.
 
         Raises:
-            OverloadedError: the workers have no room for another session.
+            OverloadedError: the workers have no room for another session. A sequence that has tokens waits for room.
             RequestRejected: the sequence cannot be computed.
         """
         failures = 0
         try:
             while len(self._tokens) < self._prompt + self._most:
-                result: Any = LOST
-                with suppress(SessionLostError):
-                    result = await self._step()
+                result = await self._attempt()
                 if result == LOST:
-                    self._session, self._route = "", ()
                     self.replays, failures = self.replays + 1, failures + 1
                     if failures > _MAX_REPLAYS:
                         raise StageError(f"the session was lost {failures} times without a token in between")
-                    await asyncio.sleep(0 if failures == 1 else _PAUSE_S)
+                if result in (LOST, FULL):
+                    self._former, self._session, self._route = self._session, "", ()
+                    await asyncio.sleep(_ROOM_S if result == FULL else 0 if failures == 1 else _PAUSE_S)
                     continue
-                if result == FULL:
-                    raise OverloadedError(
-                        "the workers have no room for the tokens of another sequence; try again later"
-                    )
                 if not isinstance(result, int):
                     raise StageError(f"the last stage returned {type(result).__name__}; expected a token")
                 failures = 0
@@ -99,13 +95,32 @@ class Generation:
         finally:
             self._end()
 
+    async def _attempt(self) -> Any:
+        """The result of a step; LOST without a session, FULL without room. Raises OverloadedError if a new sequence has no room."""
+        try:
+            result = await self._step()
+        except SessionLostError:
+            return LOST
+        except OverloadedError:
+            if self._has_to_end():
+                raise
+            return FULL
+        if result == FULL and self._has_to_end():
+            raise OverloadedError("the workers have no room for the tokens of another sequence; try again later")
+        return result
+
+    def _has_to_end(self) -> bool:
+        """Whether a sequence without room ends because it has no tokens yet, or no time to wait."""
+        return len(self._tokens) == self._prompt or time.monotonic() + _ROOM_S > self._opened.deadline_s
+
     async def _step(self) -> Any:
         """The result of one step: of the last token, or of all tokens in a new session."""
-        tokens, position = self._tokens[-1:], len(self._tokens) - 1
+        tokens, position, former = self._tokens[-1:], len(self._tokens) - 1, ""
         if not self._session:
-            self._session, tokens, position = uuid.uuid4().hex, self._tokens, 0
+            self._session, tokens, position, former = uuid.uuid4().hex, self._tokens, 0, self._former
         row = {
             "session": self._session,
+            "replaces": former,
             "tokens": tokens,
             "position": position,
             "capacity": self._prompt + self._most,
