@@ -236,6 +236,8 @@ def test_a_client_that_disconnects_frees_its_session(service: LocalService) -> N
     with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=200) as response:
         next(response.iter_lines())
         assert service.metric("multiworld_generate_open") == 1
+        assert service.metric("multiworld_generate_reserved_tokens") == 251
     wait_until(lambda: service.metric("multiworld_generate_open") == 0)
+    assert service.metric("multiworld_generate_reserved_tokens") == 0
     many = [complete(service, prompt=[number + 1], max_tokens=240).status_code for number in range(10)]
     assert set(many) == {200}  # ten sessions together would not fit into 2,000 tokens

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
 from multiworld_serving.common.metrics import ProgramMetrics
 from multiworld_serving.common.service.snapshots import ServiceState
 from multiworld_serving.server.frontend.observability.request_records import RequestRecorder
 
+ReplayCause: TypeAlias = Literal["replica", "session"]
 _TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -39,9 +40,16 @@ class FrontendMetrics(ProgramMetrics):
         )
 
         self.open_streams = self.gauge("generate_open", "Sequences that are generated now.", ("model",))
+        self.reserved_tokens = self.gauge(
+            "generate_reserved_tokens",
+            "Tokens that these sequences reserve in each stage, prompts included.",
+            ("model",),
+        )
         self.tokens = self.counter("generated_tokens", "Tokens of generated texts.", ("model",))
         self.replays = self.counter(
-            "session_replays", "Sessions that were lost with a replica, and computed again by another one.", ("model",)
+            "session_replays",
+            "Sessions that were computed again, by cause: replica = one was lost or drained, session = its worker did not have it.",
+            ("model", "cause"),
         )
         self.first_token_s = self.histogram(
             "first_token_seconds", "Time from a request to its first token.", _TOKEN_BOUNDS_S, ("model",)
@@ -61,8 +69,11 @@ class FrontendMetrics(ProgramMetrics):
 
     def declare_generation(self, model: str) -> None:
         """Create the series of a model that generates text."""
-        for each in (self.open_streams, self.tokens, self.replays, self.first_token_s, self.between_tokens_s):
+        gauges = (self.open_streams, self.reserved_tokens)
+        for each in (*gauges, self.tokens, self.first_token_s, self.between_tokens_s):
             each.labels(model)
+        for cause in get_args(ReplayCause):
+            self.replays.labels(model, cause)
 
     def resubmitted(self, model: str, reason: str) -> None:
         """A request is sent to another leader."""

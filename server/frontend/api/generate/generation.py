@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 from multiworld_serving.common.service.errors import (
@@ -24,6 +24,7 @@ from multiworld_serving.models.stages.objects import OBJECT_ROWS
 from multiworld_serving.server.frontend.api.object_route import object_rows, objects_of
 from multiworld_serving.server.frontend.http.open_request import OpenRequest
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
+from multiworld_serving.server.frontend.observability.metrics import ReplayCause
 
 logger = logging.getLogger(__name__)
 
@@ -51,21 +52,30 @@ class Generation:
     Args:
         prompt: its tokens.
         most: tokens to generate at most.
+        on_replay: called when a session was lost.
 
     Attributes:
-        replays: how often a session was lost.
+        capacity: tokens of the prompt and at most `most` more.
     """
 
-    def __init__(self, pool: LeaderPool, opened: OpenRequest, prompt: list[int], most: int, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        pool: LeaderPool,
+        opened: OpenRequest,
+        prompt: list[int],
+        most: int,
+        sampling: Sampling,
+        on_replay: Callable[[ReplayCause], None],
+    ) -> None:
         self._pool = pool
         self._opened = opened
         self._tokens = list(prompt)
         self._prompt = len(prompt)
-        self._most = most
+        self.capacity = len(prompt) + most
         self._sampling = sampling
         self._session = self._former = ""
         self._route: tuple[str, ...] = ()
-        self.replays = 0
+        self._on_replay = on_replay
 
     async def tokens(self) -> AsyncGenerator[int, None]:
         """The tokens, as they are computed. Closing the iterator ends the session.
@@ -76,10 +86,10 @@ class Generation:
         """
         failures = 0
         try:
-            while len(self._tokens) < self._prompt + self._most:
+            while len(self._tokens) < self.capacity:
                 result = await self._attempt()
                 if result == LOST:
-                    self.replays, failures = self.replays + 1, failures + 1
+                    failures += 1
                     if failures > _MAX_REPLAYS:
                         raise StageError(f"the session was lost {failures} times without a token in between")
                 if result in (LOST, FULL):
@@ -100,11 +110,14 @@ class Generation:
         try:
             result = await self._step()
         except SessionLostError:
+            self._on_replay("replica")
             return LOST
         except OverloadedError:
             if self._has_to_end():
                 raise
             return FULL
+        if result == LOST:
+            self._on_replay("session")
         if result == FULL and self._has_to_end():
             raise OverloadedError("the workers have no room for the tokens of another sequence; try again later")
         return result
@@ -123,7 +136,7 @@ class Generation:
             "replaces": former,
             "tokens": tokens,
             "position": position,
-            "capacity": self._prompt + self._most,
+            "capacity": self.capacity,
             "sampling": [*self._sampling, len(self._tokens)],
         }
         rows, record = object_rows([row]), self._opened.record

@@ -154,7 +154,10 @@ class OpenAiRoutes:
                 raise InvalidInputError(f"the prompt has {len(prompt)} tokens; expected 1 to {codec.context - 1}")
             seed = secrets.randbits(62) if asked.seed is None else asked.seed % (1 << 62)
             sampling = Sampling(asked.temperature, asked.top_p, seed)
-            generation = Generation(group.pool, opened, prompt, most, sampling)
+            generation = Generation(
+                *(group.pool, opened, prompt, most, sampling),
+                lambda cause: self._metrics.replays.labels(group.name, cause).inc(),
+            )
             stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
             counted = _Counted(generation, self._metrics, group.name, record)
             pieces = _pieces(counted, codec, stops)
@@ -209,8 +212,9 @@ class _Counted:
 
     async def tokens(self) -> AsyncGenerator[int, None]:
         generation, metrics, model = self._generation, self._metrics, self._model
-        last_s, replays = self._record.started_s, 0
+        last_s = self._record.started_s
         metrics.open_streams.labels(model).inc()
+        metrics.reserved_tokens.labels(model).inc(generation.capacity)
         try:
             async with aclosing(generation.tokens()) as tokens:
                 async for token in tokens:
@@ -219,11 +223,10 @@ class _Counted:
                     histogram.labels(model).observe(now_s - last_s)
                     last_s, self.count = now_s, self.count + 1
                     metrics.tokens.labels(model).inc()
-                    metrics.replays.labels(model).inc(generation.replays - replays)
-                    replays = generation.replays
                     yield token
         finally:
             metrics.open_streams.labels(model).dec()
+            metrics.reserved_tokens.labels(model).dec(generation.capacity)
 
 
 async def _pieces(counted: _Counted, codec: TextCodec, stops: list[str]) -> AsyncGenerator[_Piece, None]:
