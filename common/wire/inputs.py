@@ -66,7 +66,10 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
     """The rows of these tensors. Rows of bytes that are shorter than the longest one end in zeros."""
     if len(parts) == 1:
         return parts[0]
-    row_shape = max(each.shape[1:] for each in parts)
+    shapes = {each.shape[1:] for each in parts}
+    if len(shapes) == 1:
+        return torch.cat(list(parts))
+    row_shape = max(shapes)
     return join_rows(parts, torch.empty((sum(map(len, parts)), *row_shape), dtype=parts[0].dtype))
 
 

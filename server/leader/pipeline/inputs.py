@@ -37,7 +37,7 @@ def rows_of(tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
         raise IndexError(f"row {end - 1} of a tensor with {count} rows")
     if len(rows) == count == 1:
         return tensor
-    return tensor[first:end] if rows == tuple(range(first, end)) else tensor[list(rows)]
+    return tensor[first:end] if len(rows) == 1 or rows == tuple(range(first, end)) else tensor[list(rows)]
 
 
 def batch_input(rows: Sequence[tuple[RequestInput, int] | None]) -> BatchInputs:
