@@ -10,12 +10,14 @@ import signal
 import time
 from pathlib import Path
 
+import httpx
+
 from multiworld_serving.models.stages.api import Request
 from multiworld_serving.models.stages.local import LocalPipeline
 from multiworld_serving.models.stages.pipeline import PipelineSource
 from multiworld_serving.models.stages.responses import response_of
 from multiworld_serving.testing.load.clients import run_load
-from multiworld_serving.testing.load.requests import ReferenceRequest, body_file
+from multiworld_serving.testing.load.requests import ReferenceRequest, answer_values, body_file
 from multiworld_serving.testing.local_service import LocalService
 
 
@@ -31,7 +33,8 @@ def main() -> None:
     assert source is not None, "expected FILE.py:LIST"
     body, content_type = body_file(given.body)
     response = response_of(LocalPipeline(source.load()).result(Request(body, content_type)))
-    request = ReferenceRequest(body, content_type, {"body": response.body.decode()})
+    answer = httpx.Response(200, headers={"content-type": response.content_type}, content=response.body)
+    request = ReferenceRequest(body, content_type, answer_values(answer))
     kills, random_ = 0, random.Random(0)
     with LocalService(model=source.absolute, recovery_grace_s=60) as service:
         began_s = time.monotonic()
