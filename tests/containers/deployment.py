@@ -31,6 +31,7 @@ SETTINGS = {
     # A whole stage is away for as long as four processes need to import torch at once.
     "MULTIWORLD_RECOVERY_GRACE_S": "200",
     "MULTIWORLD_TIMEOUT_S": "210",
+    "MULTIWORLD_JOIN_TIMEOUT_S": "300",
     "WORKER_MEMORY": "1280m",
     "MULTIWORLD_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_TIMEOUT_S),
     # No collector runs and nothing is sampled: the programs start only if the image has the packages for tracing.

@@ -35,6 +35,20 @@ def commands(section: str, containing: str) -> list[str]:
     return [line.strip() for block in blocks for line in block.splitlines()]
 
 
+def test_machine_is_taken_out_and_put_back_and_the_log_says_so(deployment: Deployment) -> None:
+    deployment.complete()
+    host = deployment.containers("worker")[0].hostname
+    out, back = commands("Take a machine out, and put it back", "multiworld drain")
+    with deployment.load(deployment.requests()) as load:
+        assert f"{host} is drained" in deployment.shell(out.replace("b.example", host))
+        wait_for_more(load.samples, CLIENTS)
+        deployment.shell(back.replace("b.example", host))
+        deployment.complete()
+    assert not load.failed, load.failed[:3]
+    search = commands("Read an incident from the log", "docker compose logs")[-1]
+    assert re.search(rf"worker={host}-\d+ \S+->broken .*cause=left", deployment.shell(search))
+
+
 def token(deployment: Deployment) -> str:
     return deployment.shell("docker compose exec leader-a cat /run/multiworld/token").strip()
 
