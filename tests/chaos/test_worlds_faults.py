@@ -58,6 +58,13 @@ async def broken(stream: AsyncIterator[WorldEvent], world: str) -> tuple[Cause |
 FAULTS = [pytest.param(signal.SIGKILL, Cause.EXIT, id="killed"), pytest.param(signal.SIGSTOP, Cause.HANG, id="frozen")]
 
 
+async def form_with(victim: Member, victim_rank: int, manager: WorldManager) -> None:
+    if victim_rank == 0:
+        await form("w", await victim.do("listen"), victim, manager)
+    else:
+        await form("w", manager.listen(), manager, victim)
+
+
 @pytest.mark.parametrize(("signum", "cause"), FAULTS)
 @pytest.mark.parametrize("victim_rank", [0, 1])
 @pytest.mark.parametrize("manager", [0, None], ids=["tcp", "shared memory"], indirect=True)
@@ -65,10 +72,8 @@ async def test_survivor_gets_cause_and_rank_when_its_peer_is(
     spawn: Spawn, manager: WorldManager, victim_rank: int, signum: signal.Signals, cause: Cause
 ) -> None:
     victim, neighbour = await spawn(), await spawn()
-    port = await victim.do("listen") if victim_rank == 0 else manager.listen()
-    everybody: list[Member | WorldManager] = [victim, manager] if victim_rank == 0 else [manager, victim]
     async with undisturbed(manager, manager.listen(), neighbour):
-        await form("w", port, *everybody)
+        await form_with(victim, victim_rank, manager)
         events = manager.events()
         talk = manager.communicator
         pending = [talk.recv(torch.zeros(4), victim_rank, "w", tag=tag) for tag in range(9)]
@@ -111,9 +116,7 @@ async def test_all_survivors_of_a_world_of_three_learn_which_member_failed(
 async def test_survivor_sees_a_stall_when_its_peers_event_loop_is_blocked(spawn: Spawn, victim_rank: int) -> None:
     async with WorldManager(heartbeat_timeout_s=PULSE_S, loop_stall_timeout_s=STALL_S) as manager:
         victim = await spawn(loop_stall_timeout_s=STALL_S)
-        port = await victim.do("listen") if victim_rank == 0 else manager.listen()
-        everybody: list[Member | WorldManager] = [victim, manager] if victim_rank == 0 else [manager, victim]
-        await form("w", port, *everybody)
+        await form_with(victim, victim_rank, manager)
         events = manager.events()
         receiving = asyncio.create_task(manager.communicator.recv(torch.zeros(4), victim_rank, "w"))
         victim.start("block", seconds=3600)
