@@ -267,7 +267,6 @@ class FrontendSession:
         if request.relay and request.tensor is not None:
             raise ValueError("an input that is kept, of a request whose tensors are relayed")
         if request.tensor is None:
-            self._sessions.metrics.relayed_from_frontends.inc(len(payload))
             return parse_rows(payload, request.rows, rows)
         if (row_bytes > 0) != (rows.row_shape is None) or row_bytes > rows.max_row_bytes:
             raise ValueError(f"a reference to rows of {row_bytes} bytes; expected at most {rows.max_row_bytes}")

@@ -117,7 +117,9 @@ class Batches:
         batch = self._batches.get(action.batch)
         if batch is None and action.stage == 0:
             rows, relay, request_ids = self._requests.inputs(action.requests)
-            batch = self._batches[action.batch] = _Batch(batch_input(rows), relay, request_ids)
+            first_input = batch_input(rows)
+            batch = self._batches[action.batch] = _Batch(first_input, relay, request_ids)
+            self._metrics.relayed_from_frontends.inc(relayed_bytes(first_input))
         if batch is None or batch.input is None:
             raise LookupError(f"there is no input for batch {action.batch}")
         link, plan = self.replicas[action.replica]

@@ -95,7 +95,8 @@ class PendingRequest:
         """The answer, when no sample is open any more and one version has computed all."""
         last = slowest = self.parts[-1]
         kept: list[Source] = []
-        sent: list[Part] = []
+        sent: list[Tensor] = []
+        samples: list[int] = []
         row_bytes = 0
         for part in self.parts:
             if part.compute_s + part.transfer_s > slowest.compute_s + slowest.transfer_s:
@@ -104,10 +105,13 @@ class PendingRequest:
                 kept.append(part.output.rows_at(part.rows, part.at))
                 row_bytes = max(row_bytes, part.output.row_bytes)
             else:
-                sent.append(part)
-        output = _output_of(sent) if sent else NO_OUTPUT
+                samples += part.at
+                sent.append(rows_of(part.output, part.rows))
+        output = joined_rows(sent) if sent else NO_OUTPUT
         if row_bytes and output.dim() == 2:
             row_bytes = max(row_bytes, output.shape[1])
+        if samples != sorted(samples):
+            output = output[torch.tensor(samples).argsort()]
         return Prediction(
             output=output,
             model=model,
@@ -308,13 +312,6 @@ class Requests:
             del pending.open[request]
         if not self.pending:
             self._idle.set()
-
-
-def _output_of(parts: Sequence[Part]) -> Tensor:
-    """The rows that the leader has, in the order of their samples."""
-    samples = [at for part in parts for at in part.at]
-    output = joined_rows([rows_of(part.output, part.rows) for part in parts if isinstance(part.output, Tensor)])
-    return output if samples == sorted(samples) else output[torch.tensor(samples).argsort()]
 
 
 def _failure_of_leader(error: Exception) -> StageError:
