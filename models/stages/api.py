@@ -154,6 +154,16 @@ class Stage:
         """
         raise NotImplementedError
 
+    def stream(self, row: Any, /) -> Any:
+        """Of the last stage, in place of `__call__`: yield the response to one row in chunks, each as a response of `__call__`, of at most
+        1 MiB. It is a generator, not `async`. The first chunk may be a `Response`, which chooses status and headers.
+
+        If the client disconnects, the generator is closed. If the worker is lost before the first chunk was sent, another one calls
+        `stream`. A loss after that ends the response with an error, unless the class has the method `resume(row, sent)`: it is called
+        elsewhere with the chunks that the client has, and yields those that follow.
+        """
+        raise NotImplementedError
+
     def example(self) -> Sequence[Any]:
         """Rows for the self-test: `__call__` must return one result for each before the worker serves. None: there is no self-test."""
         return ()

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ MAX_BATCH_BYTES = 1 << 30
 """Most bytes of the rows of a batch, which all take as many as the longest one. A larger batch fails, and its rows are computed alone."""
 _SHARED_BATCH_BYTES = 1 << 20
 """Longer rows share batches only with rows of a similar length."""
-_TENSOR, _ARRAY, _INVALID, _REQUEST, _RESPONSE = range(1, 6)
+_TENSOR, _ARRAY, _INVALID, _REQUEST, _RESPONSE, _STEP = range(1, 7)
 _DTYPES = {
     name: getattr(torch, name)
     for name in (
@@ -44,8 +44,32 @@ CANCELLED = InvalidInput("the request was cancelled")
 _EXPECTED = "None, bool, int, float, str, bytes, list, dict, numpy arrays of numbers and torch tensors can be sent"
 
 
+_Action = Literal["open", "next", "close"]
+
+
 class ObjectError(BundleError):
     """An object cannot be sent, or bytes are not an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStep:
+    """A row of a stream: see `streams.py`.
+
+    Attributes:
+        stream: its id.
+        action: "open" passes all stages. The last stage keeps the stream for "next" and "close".
+        position: number of chunks that the frontend has.
+        idle_s: seconds without a step after which the stream is dropped.
+        row: of "open": what the stage gets.
+        sent: of "open": the chunks that the client has, for `resume`.
+    """
+
+    stream: str
+    action: _Action
+    position: int = 0
+    idle_s: float = 0.0
+    row: Any = None
+    sent: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +105,9 @@ class _Encoding:
         self._end = 0
 
     def encode(self, value: object) -> bytes:
+        if isinstance(value, StreamStep):  # msgspec would make a map of it
+            parts = [value.stream, value.action, value.position, value.idle_s, value.row, value.sent]
+            value = msgspec.msgpack.Ext(_STEP, self.encode(parts))
         return msgspec.msgpack.encode(value, enc_hook=self._hook)
 
     def _hook(self, value: object) -> object:
@@ -146,11 +173,13 @@ def decode(row: memoryview) -> Any:
             return tensor if code == _TENSOR else tensor.numpy()
         if code == _INVALID:
             return InvalidInput(str(content, "utf-8"))
-        if code not in (_REQUEST, _RESPONSE):
+        if code not in (_REQUEST, _RESPONSE, _STEP):
             raise ObjectError(f"an object of the unknown type {code}")
         parts = msgspec.msgpack.decode(content, ext_hook=hook)
         if code == _RESPONSE:
             return Response(*msgspec.convert(parts, tuple[bytes, str, int, dict[str, str]]))
+        if code == _STEP:
+            return StreamStep(*msgspec.convert(parts[:4], tuple[str, _Action, int, float]), *parts[4:])
         if not isinstance(parts, list) or len(parts) != 5 or not isinstance(parts[0], np.ndarray):
             raise ObjectError("a request without its parts")
         return Request(

@@ -45,6 +45,7 @@ class PipelineStage(Struct, frozen=True):
         pad: see `Bundle`.
         device, replicas, max_batch_size, max_wait_ms: see `Stage`.
         concurrency: batches that a worker computes at the same time.
+        streams, resumes: whether it yields chunks, and has `resume`; see `Stage.stream`.
     """
 
     name: str
@@ -56,6 +57,8 @@ class PipelineStage(Struct, frozen=True):
     max_batch_size: int | None = None
     max_wait_ms: float | None = None
     concurrency: int = 1
+    streams: bool = False
+    resumes: bool = False
 
 
 class PipelineDescription(Struct, frozen=True):
@@ -242,6 +245,14 @@ class Pipeline(NamedTuple):
             given = {name: getattr(element, name) for name in settings}
             if inspect.iscoroutinefunction(element.__call__):
                 given["concurrency"] = element.max_concurrency
+            if is_streaming(element):
+                has_other = element.__call__ is not Stage.__call__ or inspect.isasyncgenfunction(element.stream)
+                if has_other or element is not self.elements[-1]:
+                    raise StageSpecError(
+                        f"the stage {element.__name__} of {self.source.name} has the method stream; expected it in the last stage only, "
+                        "without async and without __call__"
+                    )
+                given |= {"streams": True, "resumes": hasattr(element, "resume")}
             name, replicas = element.__name__, element.replicas
         try:
             return msgspec.convert({"name": name, "replicas": replicas} | given, PipelineStage)
@@ -251,6 +262,11 @@ class Pipeline(NamedTuple):
 
 def _is_element(given: object) -> bool:
     return isinstance(given, Bundle) or (isinstance(given, type) and issubclass(given, Stage))
+
+
+def is_streaming(kind: type[Stage]) -> bool:
+    """Whether the stage yields chunks."""
+    return kind.stream is not Stage.stream
 
 
 def _schema(kind: Any, name: str) -> dict[str, Any]:

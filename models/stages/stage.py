@@ -8,6 +8,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from multiworld_serving.models.bundle.stage import BundleStageSpec, PlacedSpec
 from multiworld_serving.models.errors import BundleError, StageSpecError
 from multiworld_serving.models.generate.decoder import decoder_part
 from multiworld_serving.models.stages.api import InvalidInput, Request, Stage
-from multiworld_serving.models.stages.objects import OBJECT_ROWS, encode, rows_of
-from multiworld_serving.models.stages.pipeline import PipelineSource
+from multiworld_serving.models.stages.objects import OBJECT_ROWS, EncodedObject, StreamStep, encode, rows_of
+from multiworld_serving.models.stages.pipeline import PipelineSource, is_streaming
+from multiworld_serving.models.stages.streams import Streams
 
 MAX_ROWS = 1024
 Allocate = Callable[..., Tensor]
@@ -95,19 +97,26 @@ class ObjectStage:
 
     Attributes:
         concurrency: number of batches at the same time; above 1 they are not computed on the thread of the engine.
+        takes_steps: whether it computes the steps of streams. Other stages compute the row that the first step has.
     """
 
     concurrency = 1
+    takes_steps = False
 
     def compute(self, rows: Tensor, allocate: Allocate | None = None) -> Tensor:
         """Rows in, rows out. Raises what the stage raises."""
         objects = OBJECT_ROWS.decoded(rows)
         live = [index for index, each in enumerate(objects) if not isinstance(each, InvalidInput)]
         results: list[Any] = list(objects)
+        passing = {
+            each: objects[each] for each in live if isinstance(objects[each], StreamStep) and not self.takes_steps
+        }
         if live:
-            for index, result in zip(live, self.results([objects[index] for index in live]), strict=True):
-                results[index] = result
-        return rows_of([encode(each) for each in results], allocate)
+            given = [passing[index].row if index in passing else objects[index] for index in live]
+            for index, result in zip(live, self.results(given), strict=True):
+                is_step = index in passing and not isinstance(result, InvalidInput)
+                results[index] = replace(passing[index], row=result) if is_step else result
+        return rows_of([each if isinstance(each, EncodedObject) else encode(each) for each in results], allocate)
 
     def results(self, objects: list[Any]) -> Sequence[Any]:
         """One result for each object. Raises anything."""
@@ -141,7 +150,8 @@ class PythonStage(ObjectStage):
             threading.Thread(target=_run, args=(self._loop,), name=f"stage-{self.name}", daemon=True).start()
             self._finalizer = weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         try:
-            self._stage = kind()
+            self.takes_steps = is_streaming(kind)
+            self._stage: Any = Streams(kind()) if self.takes_steps else kind()
             self._stage.setup(device)
             example = list(self._stage.example())
         except Exception as error:
@@ -168,11 +178,12 @@ class PythonStage(ObjectStage):
 
     def _checked(self, row: Any) -> Any:
         """The row; InvalidInput if it is a request with a body of another type than the stage names."""
-        if self._request is not None and isinstance(row, Request):
-            row.type = self._request
-            if not row.inputs:
+        request = row.row if isinstance(row, StreamStep) else row
+        if self._request is not None and isinstance(request, Request):
+            request.type = self._request
+            if not request.inputs:
                 try:
-                    row.json()
+                    request.json()
                 except InvalidInput as error:
                     return error
         return row

@@ -25,6 +25,7 @@ from multiworld_serving.server.frontend.api.object_route import ObjectRoute
 from multiworld_serving.server.frontend.api.oip.metadata import repository_index
 from multiworld_serving.server.frontend.api.predict_route import PredictRoute, wrong_path
 from multiworld_serving.server.frontend.api.shadow import Shadow
+from multiworld_serving.server.frontend.api.streams import StreamRoute
 from multiworld_serving.server.frontend.api.version_choice import VersionChoice, version_at
 from multiworld_serving.server.frontend.http.route import Endpoint
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
@@ -107,7 +108,8 @@ class ModelGroup:
         if self.codec is not None:
             self._answer: Endpoint = wrong_path(model)
         elif model.pipeline is not None:
-            self._answer = ObjectRoute(inference, model.pipeline).answer
+            streams = model.pipeline.stages[-1].streams
+            self._answer = (StreamRoute if streams else ObjectRoute)(inference, model.pipeline).answer
         else:
             self._answer = PredictRoute(inference).answer if model.classifies_images else wrong_path(model)
 

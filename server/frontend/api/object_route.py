@@ -19,6 +19,7 @@ from multiworld_serving.models.stages.objects import OBJECT_ROWS, ObjectError, e
 from multiworld_serving.models.stages.pipeline import PipelineDescription
 from multiworld_serving.models.stages.responses import response_of
 from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, encoded, prediction_headers
+from multiworld_serving.server.frontend.http.open_request import OpenRequest
 
 _HIDDEN_HEADERS = frozenset(
     ("authorization", "connection", "content-length", "cookie", "host", "proxy-authorization", "transfer-encoding")
@@ -41,16 +42,22 @@ class ObjectRoute:
 
     async def answer(self, request: requests.Request) -> Response:
         """Send the body to the first stage."""
-        inference = self.inference
-        async with inference.open_http(request) as opened:
-            body = await opened.body(request.headers, allow_empty=True)
-            await opened.admit()
-            make = partial(self._rows, body, request)
-            rows = await inference.threads.run(make) if len(body) > _LARGE_BODY_BYTES else make()
-            del body, make
-            prediction = await inference.predict(opened, InferRequest(rows, OBJECT_ROWS.key(rows)))
-            del rows
+        async with self.inference.open_http(request) as opened:
+            _, prediction = await self._predicted(opened, request)
             return await encoded(prediction, partial(_response, prediction))
+
+    async def _predicted(self, opened: OpenRequest, request: requests.Request) -> tuple[Tensor, Prediction]:
+        """Receive a request and compute it. Returns its row, too."""
+        inference, body = self.inference, await opened.body(request.headers, allow_empty=True)
+        await opened.admit()
+        make = partial(self._rows, body, request)
+        rows = await inference.threads.run(make) if len(body) > _LARGE_BODY_BYTES else make()
+        del body, make
+        return rows, await inference.predict(opened, InferRequest(rows, OBJECT_ROWS.key(rows)))
+
+    def _object(self, row: api.Request) -> Any:
+        """What travels to the first stage."""
+        return row
 
     def _rows(self, body: bytes, request: requests.Request) -> Tensor:
         """The row of a request. Raises InvalidInputError if its JSON is not what the first stage takes."""
@@ -64,7 +71,7 @@ class ObjectRoute:
                 raise InvalidInputError(f"the body does not fit at {wrong.json_path}: {wrong.message[:300]}")
         headers = {name: value for name, value in request.headers.items() if name not in _HIDDEN_HEADERS}
         row = api.Request(body, request.headers.get("content-type", ""), dict(request.query_params), headers)
-        return object_rows([row])
+        return object_rows([self._object(row)])
 
 
 def object_rows(objects: list[Any]) -> Tensor:
@@ -89,7 +96,11 @@ def objects_of(prediction: Prediction) -> list[Any]:
 
 def _response(prediction: Prediction) -> Response:
     (result,) = objects_of(prediction)
-    headers = prediction_headers(prediction)
+    return http_response(result, prediction_headers(prediction))
+
+
+def http_response(result: Any, headers: dict[str, str]) -> Response:
+    """The response of a result of the last stage, with its own headers and these. Raises StageError if it is not valid."""
     try:
         result = response_of(result)
     except ObjectError as error:

@@ -71,7 +71,9 @@ class Shadow:
 
 
 def _takes(shadow: ServedModel, model: ServedModel) -> bool:
-    """Whether the shadow takes the inputs of this model."""
+    """Whether the shadow takes the inputs of this model. Streams are not copied."""
+    if model.pipeline is not None and model.pipeline.stages[-1].streams:
+        return False
     kinds = [(each.inputs, each.image, each.pipeline is None) for each in (shadow, model)]
     return kinds[0] == kinds[1]
 

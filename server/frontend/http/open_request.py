@@ -181,10 +181,13 @@ class OpenRequest:
         self._held_bytes = 0
 
     def prolong(self) -> None:
-        """A part of the response is ready: the server's timeout begins again, up to the deadline that the client has set."""
+        """A part of the response is ready: the server's timeout begins again, up to the deadline that the client has set.
+
+        The client is watched from now on: parts may be ready so often that the timer never ends.
+        """
         self.deadline_s = min(self._latest_s, time.monotonic() + self._gate.limits.timeout_s)
         self._timer.cancel()
-        self._arm()
+        self._expire()
 
     def shorten(self, timeout_s: float) -> None:
         """Use this timeout since the request's arrival if it is shorter."""

@@ -115,7 +115,7 @@ class Batches:
     def send(self, action: SendBatch) -> None:
         """Send a batch to a worker."""
         batch = self._batches.get(action.batch)
-        if batch is None and action.stage == 0:
+        if batch is None and action.kind == "first":  # at stage 0, unless its session begins later
             rows, relay, request_ids = self._requests.inputs(action.requests)
             first_input = batch_input(rows)
             batch = self._batches[action.batch] = _Batch(first_input, relay, request_ids)

@@ -25,7 +25,8 @@ class RequestArrived(NamedTuple):
     rows: int = 1
     """Number of samples. Their ids begin with `request`. If they are rejected, this id is."""
     route: tuple[ReplicaId, ...] = ()
-    """The replica of each stage that keeps the session of the request: no other one can compute it. Empty: any replicas."""
+    """The replica of each stage that keeps the session of the request: no other one can compute it. If only the
+    last stages keep it, the request begins at the first of them. Empty: any replicas."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class Scheduler(SchedulerState):
 
     def _step_arrived(self, event: RequestArrived) -> None:
         """A request of a session waits for the replicas that keep it, whatever the length of the queue."""
-        if len(event.route) != self.config.num_stages or not self.is_open(event.route):
+        if not self.is_open(event.route):
             self.actions.append(Reject(event.request, "session_lost", "a replica that kept the session is gone"))
             return
         for each in range(event.request, event.request + event.rows):
@@ -270,7 +270,7 @@ class Scheduler(SchedulerState):
             if not members:
                 del self.steps[route]
             batch = self._form(taken, replica.pool.pipeline)
-            batch.route = route
+            batch.route, batch.stage = route, replica.pool.stage
             self._send(batch, replica)
 
     def _find_late(self) -> None:
@@ -286,7 +286,7 @@ class Scheduler(SchedulerState):
         if pool.late and len(pool.available):
             self._hedge_late(pool)
         for batch in tuple(pool.routed.values()):
-            replica = self.table.replicas[batch.route[pool.stage]]
+            replica = self.table.replicas[batch.route[pool.stage - self.config.num_stages]]
             if pool.has_room(replica):
                 del pool.routed[batch.id]
                 self._send(batch, replica)

@@ -156,8 +156,10 @@ class SchedulerState:
             pool.enqueue(batch, at_head=at_head)
 
     def is_open(self, route: tuple[ReplicaId, ...]) -> bool:
-        """Whether the replicas of a route accept batches."""
-        return all((replica := self.table.replicas.get(each)) and each in replica.pool.accepting for each in route)
+        """Whether the replicas of a route, which are those of the last stages, accept batches."""
+        first = self.config.num_stages - len(route)
+        kept = [(stage, self.table.replicas.get(each)) for stage, each in enumerate(route, first)]
+        return all(each and each.pool.stage == stage and each.id in each.pool.accepting for stage, each in kept)
 
     def lose_sessions(self, batch: Batch) -> None:
         """Reject the requests of a batch whose sessions are lost, or may be incomplete. Their frontends begin new ones."""

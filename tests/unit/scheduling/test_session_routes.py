@@ -61,9 +61,24 @@ def test_steps_go_to_their_replicas_and_those_that_wait_share_the_next_batch() -
     assert [each.rows for each in answered if isinstance(each, Answer)] == [((1, 0),)]
 
 
-@pytest.mark.parametrize("route", [("a1",), ("a1", "b9"), ("a9", "b1"), ("a1", "b1", "c1")])
+@pytest.mark.parametrize("route", [("a1",), ("b1", "b1"), ("a1", "b9"), ("a9", "b1"), ("a1", "b1", "c1")])
 def test_a_step_whose_replicas_are_unknown_is_rejected(route: tuple[str, ...]) -> None:
     assert lost(Run().arrive(1, route)) == [1]
+
+
+def test_a_step_of_a_session_that_only_the_last_stage_keeps_begins_there() -> None:
+    run = Run()
+    first = run.arrive(1, ("b1",))
+    assert (sent(first), sent(run.arrive(2, ("b1",)))) == ([("b1", (1,))], [("b1", (2,))])
+    assert sent(run.arrive(3, ("b1",))) == sent(run.arrive(4, ("b1",))) == []
+    assert [(each.stage, each.kind) for each in first if isinstance(each, SendBatch)] == [(1, "first")]
+    run.handle(ReplicaLost("a1", "exit"))
+    run.handle(ReplicaLost("a0", "exit"))  # the stage before does not matter
+    answered = run.handle(BatchDone(batch_of(first), "b1"))
+    assert [each.rows for each in answered if isinstance(each, Answer)] == [((1, 0),)]
+    assert sent(answered) == [("b1", (3, 4))]
+    assert sorted(lost(run.handle(ReplicaLost("b1", "exit")))) == [2, 3, 4]
+    assert run.scheduler.open_requests == 0
 
 
 @pytest.mark.parametrize("gone", [ReplicaLost("b1", "exit"), ReplicaDraining("b1"), ReplicaLost("a1", "exit")])

@@ -7,35 +7,23 @@ tokens as one prefill. Workers compute a step only if the session has exactly th
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
-from multiworld_serving.common.service.errors import (
-    OverloadedError,
-    RequestRejected,
-    SessionLostError,
-    StageError,
-)
+from multiworld_serving.common.service.errors import OverloadedError, SessionLostError, StageError
 from multiworld_serving.models.generate.decoder import FULL, LOST
-from multiworld_serving.models.stages.objects import OBJECT_ROWS
-from multiworld_serving.server.frontend.api.object_route import object_rows, objects_of
+from multiworld_serving.server.frontend.api.streams import end_session, send_step
 from multiworld_serving.server.frontend.http.open_request import OpenRequest
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
 from multiworld_serving.server.frontend.observability.metrics import ReplayCause
-
-logger = logging.getLogger(__name__)
 
 _MAX_REPLAYS = 20
 """Replays of a sequence without a token between them."""
 _PAUSE_S = 0.05
 _ROOM_S = 0.25
 """Pause between two attempts of a sequence that has tokens, if no worker has room for it."""
-_END_S = 5.0
-_ending: set[asyncio.Task[None]] = set()
-"""asyncio itself keeps no reference to tasks."""
 
 
 class Sampling(NamedTuple):
@@ -103,7 +91,7 @@ class Generation:
                 self._opened.prolong()
                 yield result
         finally:
-            self._end()
+            end_session(self._pool, {"end": self._session}, self._route)
 
     async def _attempt(self) -> Any:
         """The result of a step; LOST without a session, FULL without room. Raises OverloadedError if a new sequence has no room."""
@@ -139,31 +127,6 @@ class Generation:
             "capacity": self.capacity,
             "sampling": [*self._sampling, len(self._tokens)],
         }
-        rows, record = object_rows([row]), self._opened.record
-        prediction = await self._pool.predict(
-            rows,
-            key=OBJECT_ROWS.key(rows),
-            deadline_s=self._opened.deadline_s,
-            request_id=record.request_id,
-            route=self._route,
-        )
+        found, prediction = await send_step(self._pool, self._opened, row, self._route)
         self._route = prediction.route
-        record.version, record.prediction, record.predicted_s = prediction.version, prediction, time.monotonic()
-        (found,) = objects_of(prediction)
         return found.get("result") if isinstance(found, dict) else found
-
-    def _end(self) -> None:
-        """Free the session at the workers."""
-        if self._session and self._route:
-            task = asyncio.create_task(self._send_end(self._session, self._route))
-            _ending.add(task)
-            task.add_done_callback(_ending.discard)
-
-    async def _send_end(self, session: str, route: tuple[str, ...]) -> None:
-        rows, deadline_s = object_rows([{"end": session}]), time.monotonic() + _END_S
-        try:
-            await self._pool.predict(rows, deadline_s=deadline_s, request_id=f"end-{session}", route=route)
-        except RequestRejected:
-            pass  # it is gone, or expires
-        except Exception:
-            logger.exception("session=%s cannot be ended; it expires", session)

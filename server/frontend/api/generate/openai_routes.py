@@ -14,12 +14,12 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from multiworld_serving.common.service.errors import InvalidInputError, RequestRejected, WithdrawnError, WrongPathError
+from multiworld_serving.common.service.errors import InvalidInputError, RequestRejected, WrongPathError
 from multiworld_serving.server.frontend.api.generate.generation import Generation, Sampling
 from multiworld_serving.server.frontend.api.generate.text_codec import TextCodec
 from multiworld_serving.server.frontend.api.groups import ModelGroup, ModelGroups
+from multiworld_serving.server.frontend.api.streams import StreamedResponse
 from multiworld_serving.server.frontend.http.error_responses import openai_error
 from multiworld_serving.server.frontend.http.open_request import OpenRequest
 from multiworld_serving.server.frontend.http.route import client_timeout_s, route
@@ -167,7 +167,7 @@ class OpenAiRoutes:
                 object_name = name + (".chunk" if name.startswith("chat") else "")
                 include = asked.stream_options is not None and asked.stream_options.include_usage
                 events = _events(pieces, head | {"object": object_name}, chunk, counted, len(prompt), include)
-                return EventStream(events, stack.pop_all(), record)
+                return StreamedResponse(events, stack.pop_all(), opened, _failure)
             async with aclosing(pieces):
                 found = [piece async for piece in pieces]
             whole = _Piece("".join(each.text for each in found), found[-1].finish)
@@ -291,37 +291,6 @@ def _event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-class EventStream(Response):
-    """A response of server-sent events. After an error, a last event says why the stream ends.
-
-    Args:
-        stack: closes the request when the stream has ended.
-    """
-
-    def __init__(self, events: AsyncGenerator[bytes, None], stack: AsyncExitStack, record: RequestRecord) -> None:
-        super().__init__(headers={"Cache-Control": "no-store"}, media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._events = events
-        self._stack = stack
-        self._record = record
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Begin the response with the first event, so that an error before it has a status of its own."""
-        started = False
-        try:
-            async with self._stack, aclosing(self._events):
-                async for event in self._events:
-                    if not started:
-                        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                        await send(start)
-                        started = True
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-        except RequestRejected as error:
-            if not started:
-                raise
-            self._record.reason = error.reason
-            if isinstance(error, WithdrawnError):
-                return
-            failure = openai_error(error.status, error.detail, error.reason)
-            await send({"type": "http.response.body", "body": _event({"error": failure}), "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+def _failure(error: RequestRejected) -> bytes:
+    """The last event, which says why the stream ends."""
+    return _event({"error": openai_error(error.status, error.detail, error.reason)})
