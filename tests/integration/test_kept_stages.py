@@ -131,15 +131,16 @@ async def test_stage_is_freed_before_another_one_is_loaded(worker: Worker, plan:
 async def test_next_leader_sends_the_weights_when_the_first_is_lost_while_it_loads(
     worker: Worker, plan: BundlePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, load = await worker.leader(plan), worker.engine.load
+    one, load, begun = await worker.leader(plan), worker.engine.load, asyncio.Event()
 
     async def load_for_the_other(owner: object, task: StageTask) -> LoadedStage:
         if owner is one.session:
+            begun.set()
             await asyncio.Event().wait()  # it never returns
         return await load(owner, task)
 
     monkeypatch.setattr(worker.engine, "load", load_for_the_other)
-    await one.until("warming")
+    await begun.wait()
     one.link.fail(Cause.HANG, "no answer")
     other = await worker.leader(plan)
     await other.until("ready")
