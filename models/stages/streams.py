@@ -59,8 +59,9 @@ class Streams:
         for name in [name for name, stream in self._open.items() if stream.expires_s < now_s]:
             self._close(name)
         turns, found = {name: turn for turn, name in enumerate(self._open)}, [None] * len(rows)
-        for index, row in sorted(enumerate(rows), key=lambda each: turns.get(getattr(each[1], "stream", ""), -1)):
-            is_late = time.monotonic() > now_s + _TURN_S
+        ordered = sorted(enumerate(rows), key=lambda each: turns.get(getattr(each[1], "stream", ""), -1))
+        for index, row in ordered:
+            is_late = row is not ordered[0][1] and time.monotonic() > now_s + _TURN_S
             found[index] = self._result(row, is_late=is_late) if isinstance(row, StreamStep) else self._whole(row)
         return found
 

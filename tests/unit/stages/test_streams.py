@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from multiworld_serving.models.errors import StageSpecError
+from multiworld_serving.models.stages import streams
 from multiworld_serving.models.stages.api import InvalidInput, Request, Stage
 from multiworld_serving.models.stages.local import LocalPipeline
 from multiworld_serving.models.stages.objects import OBJECT_ROWS, ObjectError, StreamStep, encode, rows_of
@@ -67,6 +68,12 @@ def closed(stage: PythonStage) -> list[Any]:
     """The rows whose generators have ended."""
     found: list[Any] = stage._stage._stage.closed
     return found
+
+
+@pytest.fixture(autouse=True)
+def turns_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results do not depend on the speed of the machine."""
+    monkeypatch.setattr(streams, "_TURN_S", 1000.0)
 
 
 @pytest.fixture
@@ -153,26 +160,15 @@ def test_a_refused_request_has_no_stream() -> None:
     assert computed(typed, opening("a", Request(b'"x"')))[0].startswith("refused: the body is invalid")
 
 
-def test_slow_streams_take_turns_and_none_waits_forever() -> None:
-    def stream(_: Any, row: Any) -> Iterator[int]:
-        for number in range(3):
-            if number:
-                time.sleep(0.15)
-            yield number
-
-    stage = made(stream)
+def test_slow_streams_take_turns_and_none_waits_forever(stage: PythonStage, monkeypatch: pytest.MonkeyPatch) -> None:
     positions = dict.fromkeys("abc", 1)
-    assert computed(stage, *(opening(name, None) for name in positions)) == [chunk(0)] * 3
-    calls = 0
-    while min(positions.values()) < 3:
-        for name, result in zip(
-            positions, computed(stage, *(following(name, at) for name, at in positions.items())), strict=True
-        ):
-            assert result in (WAITING, chunk(positions[name]), END)
-            positions[name] += result != WAITING
-        calls += 1
-        assert max(positions.values()) - min(positions.values()) <= 2
-    assert calls >= 6  # each call computes as much as 0.1 s permit, which is one chunk
+    computed(stage, *(opening(name, 9) for name in positions))
+    monkeypatch.setattr(streams, "_TURN_S", -1.0)  # as if each chunk took longer
+    for served in "abcabcabc":
+        found = computed(stage, *(following(name, at) for name, at in positions.items()))
+        expected = {name: chunk(at) if name == served else WAITING for name, at in positions.items()}
+        assert dict(zip(positions, found, strict=True)) == expected
+        positions[served] += 1
 
 
 @pytest.mark.parametrize(
