@@ -100,7 +100,7 @@ class Load:
         self._kept = kept
         self._together = together
         self._on_batch = on_batch
-        self._sent = self._answered = self._outputs = 0
+        self._sent = self._outputs = 0
         self._batches: deque[Received] = deque()
         self.frontend, self.worker = FakeWorld(self.clock, self._answer), FakeWorld(self.clock, self._compute)
 
@@ -118,7 +118,6 @@ class Load:
 
     def _answer(self, transfer: memoryview) -> list[bytearray]:
         replies = sum(received.kind is Kind.REPLY for received in FRONTEND_PROTOCOL.decode(transfer))
-        self._answered += replies
         if replies == _ROWS:
             self._on_batch()
         return self.requests(replies)

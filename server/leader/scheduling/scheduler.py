@@ -290,7 +290,7 @@ class Scheduler(SchedulerState):
             if pool.has_room(replica):
                 del pool.routed[batch.id]
                 self._send(batch, replica)
-        if isolated_first := pool.isolated_first:
+        if pool.isolated_first:
             self._dispatch_isolated(pool)
         if pool.retries:
             self._dispatch_retries(pool)
@@ -298,9 +298,8 @@ class Scheduler(SchedulerState):
             self._dispatch_queue(pool)
         if pool is self.table.entry_pool:
             self._form_batches(pool.pipeline)
-        if not isolated_first:
-            self._dispatch_isolated(pool)
-            pool.isolated_first = True
+        self._dispatch_isolated(pool)
+        pool.isolated_first = True
 
     def _dispatch_retries(self, pool: Pool) -> None:
         for batch in tuple(pool.retries.values()):
