@@ -31,7 +31,7 @@ SETTINGS = {
     # A whole stage is away for as long as four processes need to import torch at once.
     "MULTIWORLD_RECOVERY_GRACE_S": "200",
     "MULTIWORLD_TIMEOUT_S": "210",
-    "MULTIWORLD_JOIN_TIMEOUT_S": "300",
+    "MULTIWORLD_JOIN_TIMEOUT_S": "120",
     "WORKER_MEMORY": "1280m",
     "MULTIWORLD_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_TIMEOUT_S),
     # No collector runs and nothing is sampled: the programs start only if the image has the packages for tracing.
@@ -152,6 +152,6 @@ def _changed_services(folder: Path) -> Path:
     file = folder / "compose.yml"
     file.write_text(
         f"services:\n  prometheus:\n    volumes:\n      - {config}:/etc/prometheus/prometheus.compose.yml:ro\n"
-        + "".join(f"  {name}: {{ healthcheck: {{ retries: 60 }} }}\n" for name in ("leader-a", "leader-b", "frontend"))
+        + "".join(f"  {name}: {{ healthcheck: {{ retries: 60 }} }}\n" for name in (*LEADERS, "frontend", "worker"))
     )
     return file
