@@ -48,8 +48,8 @@ _SMALL_BATCH_S = 0.12
 _SEVERAL_ROWS = 8
 """Rows of the batch that stands for all batches of several rows."""
 _ROUNDS = 3
-_CLEARLY = 0.9
-"""One thread is used if it takes less than this part of the time of several."""
+_FASTER_FOR_ROW, _FASTER_FOR_BATCH = 1.1, 1.7
+"""Several threads are used if they are this many times as fast as one. With many requests, frontends need cores, too."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,8 @@ class Engine:
         counts = (1, self._threads)
         rounds = [[self._timed_s(stage, batch, threads) for threads in counts] for _ in range(1 + _ROUNDS)][1:]
         one_s, share_s = map(min, zip(*rounds, strict=True))
-        return 1 if one_s < _CLEARLY * share_s else self._threads
+        faster = _FASTER_FOR_ROW if len(batch) == 1 else _FASTER_FOR_BATCH
+        return self._threads if one_s > faster * share_s else 1
 
     def _timed_s(self, stage: OptimizedStage, batch: Tensor, threads: int) -> float:
         began_s = time.perf_counter()
