@@ -12,9 +12,7 @@ from tests.documents import ROOT, PageRunner, blocks, documents, is_runnable
 SIDE = 32
 SMALL = {"resnet50": "resnet18", "224": str(SIDE), "--weights auto": f"--weights random:0 --image-size {SIDE}"}
 
-
-STARTS_A_SERVICE = "docs/coming-from.md"
-PAGES = ("docs/http.md", "docs/clients.md", "docs/versions.md", STARTS_A_SERVICE)
+PAGES = ("docs/http.md", "docs/clients.md", "docs/versions.md", "docs/coming-from.md")
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +24,15 @@ def running() -> Iterator[LocalService]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_code_blocks_of_page_run(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_code_blocks_of_page_run(name: str, tmp_path: Path, running: LocalService) -> None:
     for file in (tmp_path / "photo.jpg", tmp_path / "examples/images/clock.jpg"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(photo())
-    service = None if name == STARTS_A_SERVICE else request.getfixturevalue("running")
     found = blocks(ROOT / name)
     assert found
-    with PageRunner(tmp_path, SMALL, service) as runner:
-        for block in found:
-            if is_runnable(block):
-                runner.run(block)
+    runner = PageRunner(tmp_path, SMALL, running)
+    for block in filter(is_runnable, found):
+        runner.run(block)
     if left_out := {block.language for block in found if not is_runnable(block)}:
         pytest.skip(f"all but what this machine cannot run: {', '.join(left_out)}")
 
