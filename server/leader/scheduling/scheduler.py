@@ -191,6 +191,7 @@ class Scheduler(SchedulerState):
             self._count_failure_of(batch.failed_on)
         if batch.stage + 1 == self.config.num_stages:
             self.answer(batch, attempt.replica)
+            self.hold_steps(attempt)
         else:
             batch.advance(self.now_s)
             batch.hold_at(attempt.replica if kept else None)
@@ -258,12 +259,12 @@ class Scheduler(SchedulerState):
             self._dispatch_steps(route)
 
     def _dispatch_steps(self, route: tuple[ReplicaId, ...]) -> None:
-        """Send the requests of sessions with this route. While its first replica has no room, more of them gather for the next batch."""
+        """Send the requests of sessions with this route. While its first replica computes others, more gather for the next batch."""
         members, replica = self.steps[route], self.table.replicas.get(route[0])
         if replica is None or not self.is_open(route):
             for request in tuple(members.values()):
                 self.reject(request, "session_lost", "a replica that kept the session is gone")
-        elif replica.pool.has_room(replica):
+        elif replica.pool.has_room(replica) and not self.are_held(route, replica):
             taken = tuple(islice(members.values(), self.config.max_batch_size))
             for request in taken:
                 del members[request.id]

@@ -64,6 +64,8 @@ class SchedulerState:
         """See `min_time_s`; None: a batch has returned or the replicas have changed since it was known."""
         self.steps: dict[tuple[ReplicaId, ...], dict[RequestId, Request]] = {}
         """The requests of sessions that wait for a batch, by their route. No value is empty."""
+        self._step_holds: dict[tuple[ReplicaId, ...], tuple[float, int]] = {}
+        """Until when steps of a route are not sent, unless there are so many of them."""
 
     def min_time_s(self, rows: int) -> float:
         """Lower bound of the time to answer so many rows, by the slowest stage; 0 while the time of a full batch is not known."""
@@ -160,6 +162,28 @@ class SchedulerState:
         first = self.config.num_stages - len(route)
         kept = [(stage, self.table.replicas.get(each)) for stage, each in enumerate(route, first)]
         return all(each and each.pool.stage == stage and each.id in each.pool.accepting for stage, each in kept)
+
+    def hold_steps(self, attempt: Attempt) -> None:
+        """Sessions that get a result are about to send their next steps, which share a batch with those that wait.
+
+        They have half the time that their last step took.
+        """
+        route, now_s = attempt.batch.route, self.now_s
+        self._step_holds = {each: hold for each, hold in self._step_holds.items() if hold[0] > now_s}
+        if route:
+            expected = len(attempt.batch.rows) + len(self.steps.get(route, ()))
+            self._step_holds[route] = now_s + (now_s - attempt.sent_s) / 2, min(expected, self.config.max_batch_size)
+
+    def are_held(self, route: tuple[ReplicaId, ...], replica: Replica) -> bool:
+        """Whether the steps of a route wait for others, so that one batch has them all. The replica is the first of the route."""
+        if any(each.batch.route == route for each in replica.in_flight.values()):
+            return True
+        until_s, expected = self._step_holds.get(route, (self.now_s, 0))
+        if self.now_s >= until_s or len(self.steps[route]) >= expected:
+            self._step_holds.pop(route, None)
+            return False
+        self.next_batch_s = min(until_s, self.next_batch_s or until_s)
+        return True
 
     def lose_sessions(self, batch: Batch) -> None:
         """Reject the requests of a batch whose sessions are lost, or may be incomplete. Their frontends begin new ones."""

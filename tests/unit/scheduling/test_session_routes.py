@@ -51,14 +51,31 @@ def batch_of(actions: list[object]) -> int:
 
 def test_steps_go_to_their_replicas_and_those_that_wait_share_the_next_batch() -> None:
     run = Run()
-    first, second = run.arrive(1), run.arrive(2)
+    first = run.arrive(1)
     assert sent(first) == [("a1", (1,))]
-    assert sent(second) == [("a1", (2,))]  # the window has two batches
-    assert sent(run.arrive(3)) == sent(run.arrive(4)) == []
+    assert sent(run.arrive(2)) == sent(run.arrive(3)) == sent(run.arrive(4)) == []
     done = run.handle(BatchDone(batch_of(first), "a1"))
-    assert sent(done) == [("b1", (1,)), ("a1", (3, 4))]
+    assert sent(done) == [("b1", (1,)), ("a1", (2, 3, 4))]
     answered = run.handle(BatchDone(batch_of(first), "b1"))
     assert [each.rows for each in answered if isinstance(each, Answer)] == [((1, 0),)]
+
+
+def test_steps_wait_for_the_next_ones_of_the_last_batch_for_half_of_its_time() -> None:
+    run, route = Run(), ("b1",)
+    batch = batch_of(run.arrive(1, route))
+    for request in (2, 3):
+        run.arrive(request, route)
+    run.now_s = 1.0
+    assert sent(run.handle(BatchDone(batch, "b1"))) == []
+    both = run.arrive(4, route)  # the next one of the session that was answered
+    assert sent(both) == [("b1", (2, 3, 4))]
+    run.arrive(5, route)
+    run.now_s = 2.0
+    assert sent(run.handle(BatchDone(batch_of(both), "b1"))) == []
+    assert sent(run.arrive(6, route)) == []
+    due_s = run.scheduler.next_wakeup_s()
+    assert due_s == pytest.approx(2.5, abs=0.01)
+    assert sent(run.handle(Tick(), due_s - run.now_s)) == [("b1", (5, 6))]
 
 
 @pytest.mark.parametrize("route", [("a1",), ("b1", "b1"), ("a1", "b9"), ("a9", "b1"), ("a1", "b1", "c1")])
@@ -69,15 +86,15 @@ def test_a_step_whose_replicas_are_unknown_is_rejected(route: tuple[str, ...]) -
 def test_a_step_of_a_session_that_only_the_last_stage_keeps_begins_there() -> None:
     run = Run()
     first = run.arrive(1, ("b1",))
-    assert (sent(first), sent(run.arrive(2, ("b1",)))) == ([("b1", (1,))], [("b1", (2,))])
-    assert sent(run.arrive(3, ("b1",))) == sent(run.arrive(4, ("b1",))) == []
+    assert sent(first) == [("b1", (1,))]
+    assert sent(run.arrive(2, ("b1",))) == []
     assert [(each.stage, each.kind) for each in first if isinstance(each, SendBatch)] == [(1, "first")]
     run.handle(ReplicaLost("a1", "exit"))
     run.handle(ReplicaLost("a0", "exit"))  # the stage before does not matter
     answered = run.handle(BatchDone(batch_of(first), "b1"))
     assert [each.rows for each in answered if isinstance(each, Answer)] == [((1, 0),)]
-    assert sent(answered) == [("b1", (3, 4))]
-    assert sorted(lost(run.handle(ReplicaLost("b1", "exit")))) == [2, 3, 4]
+    assert sent(run.arrive(3, ("b1",))) == [("b1", (2, 3))]
+    assert sorted(lost(run.handle(ReplicaLost("b1", "exit")))) == [2, 3]
     assert run.scheduler.open_requests == 0
 
 
@@ -91,7 +108,7 @@ def test_steps_in_flight_waiting_and_new_ones_are_rejected_when_a_replica_of_the
     if isinstance(gone, ReplicaLost) and gone.replica == "a1":
         assert sorted(lost(later)) == [1, 2, 3, 4, 5]
     else:
-        assert sorted(lost(later)) == [3, 4, 5]  # the others are at stage 0, and are rejected when they return
+        assert sorted(lost(later)) == [2, 3, 4, 5]  # the other one is at stage 0, and is rejected when it returns
     assert lost(run.arrive(9)) == [9]
     assert not [replica for replica, requests in sent(later) if 9 not in requests]
 
