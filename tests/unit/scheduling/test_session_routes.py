@@ -74,6 +74,7 @@ def test_steps_wait_for_the_next_ones_of_the_last_batch_for_half_of_its_time() -
     assert sent(run.handle(BatchDone(batch_of(both), "b1"))) == []
     assert sent(run.arrive(6, route)) == []
     due_s = run.scheduler.next_wakeup_s()
+    assert due_s is not None
     assert due_s == pytest.approx(2.5, abs=0.01)
     assert sent(run.handle(Tick(), due_s - run.now_s)) == [("b1", (5, 6))]
 
