@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-
 _PR_SET_PDEATHSIG = 1
 _FROZEN_OBJECTS = 50_000
 """The garbage collector has fewer objects after `gc.freeze`, and more before it."""

@@ -84,7 +84,7 @@ class LeaderSettings(ServiceSettings):
     advertise_host: AdvertisedAddress = setting(
         None, "Network", allowed="HOST or HOST:PORT, such as leader.example or 203.0.113.7:9001"
     )
-    """Address that workers are told to join at, if it differs from the one that they connect to first."""
+    """Address at which workers join, if it differs from the address of their first connection."""
     join_port: int = setting(8001, "Network", ge=0, le=65535)
     """Port at which workers join; 0 selects a free one."""
     max_batch_size: int | None = setting(None, "Batching", ge=1, le=1024)

@@ -159,8 +159,8 @@ class Stage:
         1 MiB. It is a generator, not `async`. The first chunk may be a `Response`, which chooses status and headers.
 
         If the client disconnects, the generator is closed. If the worker is lost before the first chunk was sent, another one calls
-        `stream`. A loss after that ends the response with an error, unless the class has the method `resume(row, sent)`: it is called
-        elsewhere with the chunks that the client has, and yields those that follow.
+        `stream`. A loss after that ends the response with an error, unless the class has the method `resume(row, sent)`. Another
+        worker calls it with the chunks that the client has received. It yields the remaining chunks.
         """
         raise NotImplementedError
 

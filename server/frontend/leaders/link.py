@@ -62,7 +62,7 @@ class LeaderLink:
     Attributes:
         state: last state reported by the leader; None while disconnected.
         name: of the leader, as known from its last state.
-        was_ready: whether the leader is ready, or was the last one that was, since this link was formed.
+        was_ready: whether the leader is ready. If no leader is, whether it was ready most recently. False for a new link.
     """
 
     def __init__(

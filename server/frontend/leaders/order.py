@@ -47,9 +47,7 @@ class LeaderOrder:
             for link, state in usable:
                 link.was_ready = state.snapshot.ready
         self._was_ready |= any(link.was_ready for link in self.links)
-        if (
-            self._was_ready
-        ):  # a leader without workers would reject them: they have not joined yet, or have left it for another one
+        if self._was_ready:  # a leader whose workers have not joined yet, or have left it, would reject the requests
             usable = [(link, state) for link, state in usable if link.was_ready]
         usable.sort(key=lambda each: not each[1].snapshot.ready)
         self.candidates = [link for link, _ in usable]

@@ -176,9 +176,7 @@ class LeaderPool:
                         raise
         except BaseException as error:
             if isinstance(error, OverloadedError) and count == 1:  # a leader may have room for fewer rows
-                now_s = time.monotonic()
-                refusal = OverloadedError(error.detail, retry_after_s=error.retry_after_s)
-                self._overload = _Overload(refusal, now_s + _REFUSE_S, _SIMILAR * (deadline_s - now_s))
+                self._refuse_similar(error, deadline_s - time.monotonic())
             if number is not None and sending.holders:
                 store.expire(number, _KEEP_S)
             elif number is not None:
@@ -189,6 +187,11 @@ class LeaderPool:
             store.release((number,))
         answer: Prediction = reply.body
         return msgspec.structs.replace(answer, output=output, kept=(), attempts=answer.attempts + sending.resent)
+
+    def _refuse_similar(self, error: OverloadedError, left_s: float) -> None:
+        """Refuse requests for a moment that have about as little time as this one, for which the leaders had no room."""
+        refusal = OverloadedError(error.detail, retry_after_s=error.retry_after_s)
+        self._overload = _Overload(refusal, time.monotonic() + _REFUSE_S, _SIMILAR * left_s)
 
     async def _output(self, reply: Received, count: int) -> Tensor:
         """The output, `count` rows: from the reply, and from workers that keep them. Raises RowsLostError."""

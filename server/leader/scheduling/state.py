@@ -22,6 +22,9 @@ from multiworld_serving.server.leader.scheduling.estimates.service_times import 
 from multiworld_serving.server.leader.scheduling.events import ReplicaId, RequestId
 from multiworld_serving.server.leader.scheduling.replica_table import ReplicaTable
 
+_MAX_HOLD_S = 0.02
+"""Frontends return the next steps of generated texts in this time. Stages that take long would make others wait too long otherwise."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -164,15 +167,16 @@ class SchedulerState:
         return all(each and each.pool.stage == stage and each.id in each.pool.accepting for stage, each in kept)
 
     def hold_steps(self, attempt: Attempt) -> None:
-        """Sessions that get a result are about to send their next steps, which share a batch with those that wait.
+        """Let the next steps of these sessions arrive, so that they share a batch with those that wait.
 
-        They have half the time that their last step took.
+        They have half the time of their last step, and at most `_MAX_HOLD_S`.
         """
         route, now_s = attempt.batch.route, self.now_s
         self._step_holds = {each: hold for each, hold in self._step_holds.items() if hold[0] > now_s}
         if route:
             expected = len(attempt.batch.rows) + len(self.steps.get(route, ()))
-            self._step_holds[route] = now_s + (now_s - attempt.sent_s) / 2, min(expected, self.config.max_batch_size)
+            until_s = now_s + min((now_s - attempt.sent_s) / 2, _MAX_HOLD_S)
+            self._step_holds[route] = until_s, min(expected, self.config.max_batch_size)
 
     def are_held(self, route: tuple[ReplicaId, ...], replica: Replica) -> bool:
         """Whether the steps of a route wait for others, so that one batch has them all. The replica is the first of the route."""
@@ -182,7 +186,7 @@ class SchedulerState:
         if self.now_s >= until_s or len(self.steps[route]) >= expected:
             self._step_holds.pop(route, None)
             return False
-        self.next_batch_s = min(until_s, self.next_batch_s or until_s)
+        self.next_batch_s = until_s if self.next_batch_s is None else min(until_s, self.next_batch_s)
         return True
 
     def lose_sessions(self, batch: Batch) -> None:

@@ -60,7 +60,7 @@ def test_steps_go_to_their_replicas_and_those_that_wait_share_the_next_batch() -
     assert [each.rows for each in answered if isinstance(each, Answer)] == [((1, 0),)]
 
 
-def test_steps_wait_for_the_next_ones_of_the_last_batch_for_half_of_its_time() -> None:
+def test_steps_wait_for_the_next_ones_of_the_last_batch_for_half_of_its_time_and_at_most_20_ms() -> None:
     run, route = Run(), ("b1",)
     batch = batch_of(run.arrive(1, route))
     for request in (2, 3):
@@ -75,8 +75,12 @@ def test_steps_wait_for_the_next_ones_of_the_last_batch_for_half_of_its_time() -
     assert sent(run.arrive(6, route)) == []
     due_s = run.scheduler.next_wakeup_s()
     assert due_s is not None
-    assert due_s == pytest.approx(2.5, abs=0.01)
-    assert sent(run.handle(Tick(), due_s - run.now_s)) == [("b1", (5, 6))]
+    assert due_s == pytest.approx(2.021)
+    last = run.handle(Tick(), due_s - run.now_s)
+    assert sent(last) == [("b1", (5, 6))]
+    run.arrive(7, route)
+    assert sent(run.handle(BatchDone(batch_of(last), "b1"), 0.009)) == []
+    assert run.scheduler.next_wakeup_s() == pytest.approx(run.now_s + 0.005)
 
 
 @pytest.mark.parametrize("route", [("a1",), ("b1", "b1"), ("a1", "b9"), ("a9", "b1"), ("a1", "b1", "c1")])

@@ -48,7 +48,7 @@ async def test_leader_gets_the_image_and_what_it_needs_to_know() -> None:
 
 async def test_first_leader_that_is_ready_gets_the_requests() -> None:
     made, leaders = pool_of(3)
-    # If none is ready, they wait at the one that was ready last until a worker has joined.
+    # If no leader is ready, requests wait at the most recent ready leader until a worker joins.
     for ready, sent in (((1, 1, 1), 0), ((0, 1, 1), 1), ((0, 0, 1), 2), ((1, 0, 1), 0), ((0, 0, 0), 2)):
         for leader, is_ready in zip(leaders, ready, strict=True):
             leader.tells(ready=bool(is_ready))

@@ -54,7 +54,7 @@ EVENTS = {"accept": "application/json, text/event-stream"}
 
 
 class Workers:
-    """A worker that computes the stage, and is lost when it is told so."""
+    """A worker that computes the stage. A test can make it fail."""
 
     def __init__(self, folder: Path, attribute: str, name: str) -> None:
         self.pipeline = load(folder, PIPELINE, f"{name}.py").source._replace(attribute=attribute).load()
