@@ -268,7 +268,7 @@ def main(model: str, path: str) -> None:
     """
     asked = CachedModel(**json.loads(model))
     torch.set_num_threads(1)  # the service keeps its cores while it loads a version
-    os.nice(5)  # requests get most of the time of a busy core
+    os.nice(10)  # requests get most of the time of a busy core
     step = partial(print, flush=True)
     step("loading the model")
     loaded = load_model(asked.name, asked.weights, image_size=asked.image_size)

@@ -135,7 +135,7 @@ class Engine:
         if self._loader is None:
             if not self.stages:
                 return self
-            self._loader = Engine(self.device, nice=5)  # batches get most of the time of a busy core
+            self._loader = Engine(self.device, nice=10)  # batches get most of the time of a busy core
         return self._loader
 
     def close(self) -> None:
