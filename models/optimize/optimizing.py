@@ -131,7 +131,7 @@ def folded(
             lower(module, dtype)
         _lay_out_weights(module)
         if fused:
-            fuse(module, workload, _SHAPE_ROWS)
+            fuse(module, workload, _SHAPE_ROWS, fixed=not stage.spec.input_rows.varies)
         module.graph.eliminate_dead_code()
         body = fx.GraphModule(module, module.graph)  # without the weights that are no longer used
         for each in body.modules():

@@ -14,15 +14,15 @@ from multiworld_serving.models.bundle.files import Bundle
 from multiworld_serving.models.bundle.manifest import TensorSpec
 from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec, load_bundle_stage, stage_specs
 from multiworld_serving.models.errors import StageSpecError
-from multiworld_serving.models.export.trace import capture
+from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.optimize import optimizing, tuning
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
-from multiworld_serving.models.optimize.fusing import FusedConv, Workload, fusable
+from multiworld_serving.models.optimize.fusing import FusedConv, SmallConv, Workload, fusable
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, folded, optimize
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.transfers import Transfers
-from tests.bundles import classifier_bundle, text_bundle
+from tests.bundles import classifier_bundle, exported_bundle, text_bundle
 from tests.fakes.gpu import GPU
 from tests.fakes.tf32 import use_processor_with_tf32
 from tests.resnets import sent_weights
@@ -136,6 +136,64 @@ def test_convolutions_are_fused_with_what_follows_them() -> None:
     fused = [node for node in made.module.graph.nodes if node.op == "call_module"]
     assert sum(isinstance(modules[str(node.target)], FusedConv) for node in fused) == 9
     assert sum(len(node.args) > 1 for node in fused) == 4, "with an addition"
+
+
+class Small(nn.Module):
+    """A convolution with what is fused with it, and one of a single pixel."""
+
+    def __init__(self, conv: nn.Conv2d, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.activation, self.last = conv, activation, nn.Conv2d(conv.out_channels, 4, 1, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        made = self.activation(self.conv(images))
+        if made.shape == images.shape:
+            made = functional.relu(self.conv(made) + images) + self.conv(made)
+        return self.last(made.mean((2, 3), keepdim=True)).sigmoid()
+
+
+CONVS = {  # height and width, and a convolution of 6 channels
+    "a square": (2, 2, nn.Conv2d(6, 6, 3, padding=1)),
+    "a row": (1, 2, nn.Conv2d(6, 5, (1, 3), padding=(0, 1), bias=False)),
+    "a pixel": (1, 1, nn.Conv2d(6, 6, 3, padding=1)),
+    "with stride": (2, 2, nn.Conv2d(6, 8, 3, stride=2, padding=1)),
+    "with dilation": (1, 1, nn.Conv2d(6, 8, 3, dilation=2, padding=2)),
+    "of all pixels": (3, 3, nn.Conv2d(6, 8, 3)),
+}
+OTHERS = {
+    "a larger matrix": (3, 3, nn.Conv2d(6, 6, 3, padding=1)),
+    "a pixel that is not read": (3, 1, nn.Conv2d(6, 6, (2, 1), dilation=2)),
+    "groups": (2, 2, nn.Conv2d(6, 6, 3, padding=1, groups=2)),
+}
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize("name", [*CONVS, *OTHERS])
+def test_convolutions_of_a_few_pixels_are_products_with_a_matrix(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if not fusable(CPU, dtype):
+        pytest.skip("not supported by this processor")
+    *size, conv = (CONVS | OTHERS)[name]
+    for activation in (functional.relu, functional.hardswish):
+        folder = tmp_path / activation.__name__
+        stage = stages(exported_bundle(Small(conv, activation).eval(), (torch.randn(2, 6, *size),), folder))[0]
+        made = folded(stage, Workload(4, (1, 2)), dtype, fused=True)
+        kinds = [type(each) for each in made.modules() if isinstance(each, FusedConv | SmallConv)]
+        assert kinds[-1] is SmallConv
+        assert set(kinds[:-1]) == {SmallConv if name in CONVS else FusedConv}
+        for rows in (1, 4):
+            check(stage, made, torch.randn(rows, 6, *size, generator=torch.Generator().manual_seed(rows)), dtype)
+
+
+@needs_onednn
+def test_convolutions_of_images_of_any_size_are_not_products_with_a_matrix(tmp_path: Path) -> None:
+    sides = tuple(Dynamic((("images", dim),), 2, 8) for dim in (2, 3))
+    module, example = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.ReLU()).eval(), torch.randn(2, 3, 2, 2)
+    stage = stages(exported_bundle(module, (example,), tmp_path, inputs=("images",), dynamic=sides))[0]
+    made = folded(stage, Workload(4, (1,)), fused=True)
+    assert not any(isinstance(each, SmallConv) for each in made.modules())
+    rows = stage.spec.input_rows.pack([torch.randn(2, 3, 7, 4)])
+    check(stage, made, rows, torch.float32)
 
 
 def test_normalisation_is_folded_into_weights() -> None:
