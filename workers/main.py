@@ -13,7 +13,7 @@ import uvloop
 from multiworld import WorldManager
 from multiworld_serving.common.config.addresses import local_host
 from multiworld_serving.common.config.errors import UserError
-from multiworld_serving.common.config.process import notify_systemd, raise_descriptor_limit
+from multiworld_serving.common.config.process import keep_free_memory, notify_systemd, raise_descriptor_limit
 from multiworld_serving.common.edges.edges import Edges
 from multiworld_serving.common.edges.metrics import EdgeMetrics
 from multiworld_serving.common.http.metrics_port import metrics_port
@@ -42,6 +42,7 @@ def run(settings: WorkerSettings) -> int:
         UserError: the device or the address to bind does not exist, or the leader rejects the token.
     """
     raise_descriptor_limit()
+    keep_free_memory()
     device = device_of(settings.device, settings.slot)
     settings = settings.model_copy(update={"device": str(device)})
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))

@@ -21,6 +21,10 @@ T = TypeVar("T")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""See mallopt(3)."""
+_KEPT_BYTES, _OLD_LIMIT_BYTES = 1 << 30, 1 << 25
+"""The latter is the largest threshold of glibc before 2.35."""
 _FROZEN_OBJECTS = 50_000
 """The garbage collector has fewer objects after `gc.freeze`, and more before it."""
 STATUS_FIELD = "STATUS="
@@ -135,6 +139,17 @@ def release_free_memory() -> None:
         gc.collect()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
         trim(0)
+
+
+def keep_free_memory() -> None:
+    """Keep freed memory for later allocations until `release_free_memory`, instead of returning large blocks to the operating system.
+
+    Mapping the activations of each batch anew took 4 % of the time of ResNet-50 on a CPU.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # glibc
+        mallopt(_M_ARENA_MAX, 1)  # arenas of other threads return memory all the same
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) or mallopt(_M_MMAP_THRESHOLD, _OLD_LIMIT_BYTES)
 
 
 def _on_machine() -> int:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from multiworld_serving.models.bundle.stage import BundleStage
 from multiworld_serving.models.cache_folder import cache_folder
 from multiworld_serving.models.errors import CompileError, StageSpecError
+from multiworld_serving.models.optimize.convolutions import Workload
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows
-from multiworld_serving.models.optimize.fusing import Workload
 from multiworld_serving.models.optimize.graphs import copy_of, place
 from multiworld_serving.models.optimize.optimizing import folded
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning

@@ -17,8 +17,9 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from multiworld_serving.models.bundle.stage import BundleStage
+from multiworld_serving.models.optimize.convolutions import Workload
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation_of_rows
-from multiworld_serving.models.optimize.fusing import Workload, fusable, fuse
+from multiworld_serving.models.optimize.fusing import fusable, fuse
 from multiworld_serving.models.optimize.graphs import (
     CONV,
     add_constant,

@@ -20,7 +20,7 @@ from multiworld_serving.common.config.process import check_memory, release_free_
 from multiworld_serving.models.bundle.stage import BundleStageSpec, load_bundle_stage
 from multiworld_serving.models.errors import StageSpecError
 from multiworld_serving.models.optimize.compiled import CompiledStage, batch_sizes
-from multiworld_serving.models.optimize.fusing import torch_threads
+from multiworld_serving.models.optimize.convolutions import torch_threads
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, optimize
 from multiworld_serving.models.optimize.tuning import NO_TUNING, ExecutionMode, Tuning
 from multiworld_serving.models.stages.bundle_stage import BundleObjects

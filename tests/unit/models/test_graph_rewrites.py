@@ -16,10 +16,12 @@ from multiworld_serving.models.bundle.stage import BundleStage, BundleStageSpec,
 from multiworld_serving.models.errors import StageSpecError
 from multiworld_serving.models.export.trace import Dynamic, capture
 from multiworld_serving.models.optimize import optimizing, tuning
+from multiworld_serving.models.optimize.convolutions import FusedConv, SmallConv, Workload
 from multiworld_serving.models.optimize.deviation import TOLERANCE, deviation
-from multiworld_serving.models.optimize.fusing import FusedConv, SmallConv, Workload, fusable
+from multiworld_serving.models.optimize.fusing import fusable
 from multiworld_serving.models.optimize.optimizing import OptimizedStage, folded, optimize
 from multiworld_serving.models.optimize.tuning import ExecutionMode, Tuning
+from multiworld_serving.models.optimize.winograd import WinogradConv
 from multiworld_serving.server.leader.versions.stage_plan import make_bundle_plan
 from multiworld_serving.workers.compute.transfers import Transfers
 from tests.bundles import classifier_bundle, exported_bundle, text_bundle
@@ -149,7 +151,8 @@ class Small(nn.Module):
         made = self.activation(self.conv(images))
         if made.shape == images.shape:
             made = functional.relu(self.conv(made) + images) + self.conv(made)
-        return self.last(made.mean((2, 3), keepdim=True)).sigmoid()
+        output: Tensor = self.last(made.mean((2, 3), keepdim=True)).sigmoid()
+        return output
 
 
 CONVS = {  # height and width, and a convolution of 6 channels
@@ -194,6 +197,74 @@ def test_convolutions_of_images_of_any_size_are_not_products_with_a_matrix(tmp_p
     assert not any(isinstance(each, SmallConv) for each in made.modules())
     rows = stage.spec.input_rows.pack([torch.randn(2, 3, 7, 4)])
     check(stage, made, rows, torch.float32)
+
+
+class Wide(nn.Module):
+    """Convolutions for Winograd's algorithm, with what may be fused."""
+
+    def __init__(self, padding: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(128, 136, 3, padding=padding)
+        self.second = nn.Conv2d(136, 136, 3, padding=1, bias=False)
+        self.last = nn.Conv2d(136, 128, 3, padding=(0, padding))
+
+    def forward(self, images: Tensor) -> Tensor:
+        made = functional.relu(self.first(images))
+        made = functional.relu(self.second(made) + made)
+        output: Tensor = self.last(self.second(made) + made)
+        return output
+
+
+@needs_onednn
+@pytest.mark.parametrize(("height", "width", "padding"), [(7, 14, 1), (12, 9, 1), (14, 14, 0), (7, 8, 2)])
+def test_winograd_is_as_accurate_as_a_convolution(height: int, width: int, padding: int, tmp_path: Path) -> None:
+    module, example = Wide(padding).eval(), torch.randn(2, 128, height, width)
+    stage = stages(exported_bundle(module, (example,), tmp_path))[0]
+    made, direct = folded(stage, Workload(8, (1, 2)), fused=True), folded(stage, Workload(8, (1, 2)))
+    assert [type(each) for each in made.modules()].count(WinogradConv) == 4
+    for rows in (1, 2, 8):
+        batch = torch.randn(rows, 128, height, width, generator=torch.Generator().manual_seed(rows))
+        with torch.inference_mode():
+            exact = module.double()(batch.double())
+            found, usual = ((each(batch) - exact).abs().max() / exact.abs().max() for each in (made, direct))
+        module.float()
+        assert found < 1e-5
+        assert found < 20 * usual
+        check(stage, made, batch, torch.float32)
+
+
+@needs_onednn
+def test_rows_of_a_batch_do_not_depend_on_each_other(tmp_path: Path) -> None:
+    stage = stages(exported_bundle(Wide(1), (torch.randn(2, 128, 7, 7),), tmp_path))[0]
+    made, batch = folded(stage, Workload(8, (1,)), fused=True), torch.randn(8, 128, 7, 7)
+    with torch.inference_mode():
+        expected = made(batch)
+        batch[3] = math.inf
+        found = made(batch)
+    assert not found[3].isfinite().any()
+    assert found[:3].equal(expected[:3])
+    assert found[4:].equal(expected[4:])
+
+
+def unsuited() -> dict[str, nn.Conv2d]:
+    return {
+        "stride": nn.Conv2d(128, 128, 3, stride=2, padding=1),
+        "dilation": nn.Conv2d(128, 128, 3, padding=2, dilation=2),
+        "groups": nn.Conv2d(256, 256, 3, padding=1, groups=2),
+        "few channels": nn.Conv2d(128, 64, 3, padding=1),
+        "another size": nn.Conv2d(128, 128, 5, padding=2),
+    }
+
+
+@needs_onednn
+@pytest.mark.parametrize("name", unsuited())
+def test_other_convolutions_do_not_use_winograd(name: str, tmp_path: Path) -> None:
+    conv = unsuited()[name]
+    stage = stages(
+        exported_bundle(nn.Sequential(conv), (torch.randn(2, conv.in_channels, 12, 12),), tmp_path, inputs=("input",))
+    )[0]
+    assert not any(isinstance(each, WinogradConv) for each in folded(stage, Workload(8, (1,)), fused=True).modules())
 
 
 def test_normalisation_is_folded_into_weights() -> None:
