@@ -48,6 +48,7 @@ class Convolution:
         given, made: [B,C,H,W] of an input and its output.
         images: images for each sample of a batch.
         fixed: whether images always have the sizes of `given`.
+        in_place: whether the tensor that is added may be overwritten with the output.
     """
 
     weight: Tensor
@@ -61,6 +62,7 @@ class Convolution:
     made: Sequence[int]
     images: int
     fixed: bool
+    in_place: bool
 
 
 @contextmanager
@@ -78,7 +80,11 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 
 class FusedConv(nn.Module):
-    """Any convolution. The weights are in oneDNN's layouts, so they are no parameters: such tensors can be neither saved nor moved."""
+    """Any convolution. The weights are in oneDNN's layouts, so they are no parameters: such tensors can be neither saved nor moved.
+
+    Attributes:
+        in_place: see `Convolution`.
+    """
 
     bias: Tensor | None
 
@@ -86,7 +92,7 @@ class FusedConv(nn.Module):
         super().__init__()
         self.register_buffer("bias", layer.bias)
         self._window: tuple[Any, ...] = (layer.padding, layer.stride, layer.dilation, layer.groups)
-        self._activation, self._one = layer.activation, layer.images
+        self._activation, self._one, self.in_place = layer.activation, layer.images, layer.in_place
         self._layouts: dict[tuple[int, bool], Tensor] = {}
         """The weights by number of threads, and whether the batch has more than one sample."""
         kept: list[Tensor] = []
@@ -109,13 +115,17 @@ class FusedConv(nn.Module):
         """The activation of the convolution plus `other`, which has the shape of the output."""
         batch = batch.contiguous(memory_format=torch.channels_last)
         weight, activation = self.weight_for(len(batch)), self._activation
-        convolution = torch.ops.mkldnn._convolution_pointwise
+        operations = torch.ops.mkldnn
         output: Tensor
         if other is None:
-            output = convolution(batch, weight, self.bias, *self._window, activation or "none", [], "")
+            convolution, settings = operations._convolution_pointwise, (*self._window, activation or "none", [], "")
+            output = convolution(batch, weight, self.bias, *settings)
+            return output
+        settings = (*self._window, "add", 1.0, activation, [], "")
+        if self.in_place and other.is_contiguous(memory_format=torch.channels_last):  # a tenth faster for 1 x 1
+            output = operations._convolution_pointwise_.binary(other, batch, weight, self.bias, *settings)
         else:
-            settings = (*self._window, "add", 1.0, activation, [], "")
-            output = convolution.binary(batch, other, weight, self.bias, *settings)
+            output = operations._convolution_pointwise.binary(batch, other, weight, self.bias, *settings)
         return output
 
 

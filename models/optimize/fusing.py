@@ -15,7 +15,7 @@ from multiworld_serving.models.optimize.graphs import CONV, aten, constant, only
 from multiworld_serving.models.optimize.winograd import WinogradConv, suits_winograd
 
 _NEEDED = (
-    *("_convolution_pointwise", "_reorder_convolution_weight", "data_ptr", "_nbytes"),
+    *("_convolution_pointwise", "_convolution_pointwise_", "_reorder_convolution_weight", "data_ptr", "_nbytes"),
     *("_linear_pointwise", "_reorder_linear_weight"),
 )
 _DEFAULT_WINDOW: tuple[Any, ...] = ([1, 1], [0, 0], [1, 1], 1)
@@ -80,9 +80,10 @@ def _fuse_layer(
     name = f"fused_{layer.name}"
     padding, stride, dilation = ([*each, *each][:2] for each in (padding, stride, dilation))
     shapes = given.shape, layer.meta["val"].shape
-    images = len(given) // rows
-    found_layer = Convolution(weight, bias, padding, stride, dilation, groups, activation, *shapes, images, fixed)
-    module.add_module(name, _computed(found_layer, workload))
+    images, in_place = len(given) // rows, other is not None and _is_last_use(other, layer)
+    windows = (padding, stride, dilation, groups)
+    convolution = Convolution(weight, bias, *windows, activation, *shapes, images, fixed, in_place)
+    module.add_module(name, _computed(convolution, workload))
     with module.graph.inserting_before(chain[-1]):
         call = module.graph.call_module(name, (layer.args[0],) if other is None else (layer.args[0], other))
     call.meta = dict(chain[-1].meta)
@@ -106,3 +107,13 @@ def _added(layer: fx.Node, following: fx.Node) -> fx.Node | None:
     one, two = value_of(layer), value_of(others[0]) if len(others) == 1 else None
     same = one is not None and two is not None and one.shape == two.shape and one.dtype == two.dtype
     return others[0] if same and isinstance(others[0], fx.Node) else None
+
+
+def _is_last_use(value: fx.Node, layer: fx.Node) -> bool:
+    """Whether nothing needs a value while this layer, to whose output it is added, is computed, and afterwards.
+
+    Only of values that convolutions have computed and that only convolutions read: others may share memory.
+    """
+    others = [user for user in value.users if user is not only_user(layer)]
+    convolutions = all(each.op == "call_module" or each.target == CONV for each in (value, *others))
+    return convolutions and all(user < layer for user in others)

@@ -267,6 +267,37 @@ def test_other_convolutions_do_not_use_winograd(name: str, tmp_path: Path) -> No
     assert not any(isinstance(each, WinogradConv) for each in folded(stage, Workload(8, (1,)), fused=True).modules())
 
 
+class Additions(nn.Module):
+    """Additions to the output of convolutions; the last use of a tensor is in the second and in the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, size, padding=size // 2) for size in (3, 1, 3, 1, 3, 1))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        first = functional.relu(self.convs[0](images) + images)  # the input belongs to the caller
+        second = functional.relu(self.convs[1](self.convs[2](first)) + first)
+        third = functional.relu(self.convs[3](second) + second)  # it is also what is convolved
+        viewed, fourth = third.flatten(1), functional.relu(self.convs[4](third) + third)
+        fifth = self.convs[5](fourth)
+        sixth = functional.relu(self.convs[0](fifth) + fourth)  # it is used again
+        seventh = functional.relu(self.convs[1](sixth) + self.convs[2](fourth))
+        return seventh, viewed
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_addition_overwrites_a_tensor_in_its_last_use(dtype: torch.dtype, tmp_path: Path) -> None:
+    if not fusable(CPU, dtype):
+        pytest.skip("not supported by this processor")
+    stage = stages(exported_bundle(Additions(), (torch.randn(2, 8, 6, 6),), tmp_path))[0]
+    made = folded(stage, Workload(4, (1, 2)), dtype, fused=True)
+    assert [each.in_place for each in made.modules() if isinstance(each, FusedConv)].count(True) == 2
+    for rows in (1, 4):
+        check(stage, made, torch.randn(rows, 8, 6, 6, generator=torch.Generator().manual_seed(rows)), dtype)
+
+
 def test_normalisation_is_folded_into_weights() -> None:
     made = folded(patterns(), Workload(4, (1,)))
     called = [str(node.target) for node in made.module.graph.nodes if node.op == "call_function"]
