@@ -114,6 +114,7 @@ def servers(
             "--model",
             options.model,
             *shares,
+            *("--precision", "float32" if options.precision == "float32" else "bfloat16"),
             *arguments,
             as_json=as_json,
             workers=workers,
@@ -221,7 +222,9 @@ def main() -> int:
         "--model", default="resnet50", help="of torchvision, or text, which this service has in Python only"
     )
     parser.add_argument("--optimize", default="fused", help="of this service")
-    parser.add_argument("--precision", default="float32", help="of this service; peers compute float32")
+    parser.add_argument(
+        "--precision", default="float32", help="of this service; peers use torch.autocast unless it is float32"
+    )
     parser.add_argument("--image", type=Path, help="a picture to ask about; one is made up otherwise")
     parser.add_argument("--width", type=int, default=500, help="in pixels of the picture that is made up, 4:3")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])

@@ -30,6 +30,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="compute threads a worker; 0: as torch has it")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32", help="of torch.autocast")
     return parser.parse_known_args(sys.argv[1:])[0]
 
 
@@ -49,8 +50,10 @@ class Classifier:
     def __init__(self, chosen: argparse.Namespace) -> None:
         self._prepare = get_model_weights(chosen.model).IMAGENET1K_V1.transforms()
         model = get_model(chosen.model, weights=None).eval()
-        traced = torch.jit.trace(model, torch.rand(1, 3, _IMAGE_SIZE, _IMAGE_SIZE))  # type: ignore[no-untyped-call]
         self._device = torch.device(chosen.device)
+        lower = chosen.precision == "bfloat16"
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=lower, cache_enabled=False):
+            traced = torch.jit.trace(model, torch.rand(1, 3, _IMAGE_SIZE, _IMAGE_SIZE))  # type: ignore[no-untyped-call]
         self._model = torch.jit.freeze(traced.to(self._device))
         blank = self._prepare(Image.new("RGB", (_IMAGE_SIZE, _IMAGE_SIZE)))
         for rows in (1, MAX_BATCH_SIZE):
