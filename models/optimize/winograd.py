@@ -51,7 +51,7 @@ class WinogradConv(nn.Module):
     An infinite pixel makes all outputs of its tiles NaN.
 
     Args:
-        direct: computes batches of few tiles.
+        direct: computes batches of few tiles, and images of another size.
     """
 
     weight: Tensor
@@ -63,7 +63,7 @@ class WinogradConv(nn.Module):
         super().__init__()
         outputs, weights, inputs = transforms()
         self.direct = direct
-        self._size, self._padding = layer.made[2:], layer.padding
+        self._given, self._size, self._padding = layer.given[2:], layer.made[2:], layer.padding
         self._tiles = _tiles(self._size[0]), _tiles(self._size[1])
         self._is_relu = layer.activation is not None
         transformed = torch.einsum("ij,kcjl,ml->imck", weights, layer.weight.double(), weights)
@@ -75,7 +75,7 @@ class WinogradConv(nn.Module):
     def forward(self, batch: Tensor, other: Tensor | None = None) -> Tensor:
         """See `FusedConv`."""
         images, (down, across), (height, width) = len(batch), self._tiles, self._size
-        if images * down * across < _LEAST_TILES:
+        if images * down * across < _LEAST_TILES or batch.shape[2:] != self._given:
             output: Tensor = self.direct(batch, other)
             return output
         transformed, (given, made) = len(self.weight), self.weight.shape[1:]
