@@ -221,16 +221,15 @@ class Wide(nn.Module):
 def test_winograd_is_as_accurate_as_a_convolution(height: int, width: int, padding: int, tmp_path: Path) -> None:
     module, example = Wide(padding).eval(), torch.randn(2, 128, height, width)
     stage = stages(exported_bundle(module, (example,), tmp_path))[0]
-    made, direct = folded(stage, Workload(8, (1, 2)), fused=True), folded(stage, Workload(8, (1, 2)))
+    made = folded(stage, Workload(8, (1, 2)), fused=True)
     assert [type(each) for each in made.modules()].count(WinogradConv) == 4
     for rows in (1, 2, 8):
         batch = torch.randn(rows, 128, height, width, generator=torch.Generator().manual_seed(rows))
         with torch.inference_mode():
             exact = module.double()(batch.double())
-            found, usual = ((each(batch) - exact).abs().max() / exact.abs().max() for each in (made, direct))
+            off = (made(batch) - exact).abs().max() / exact.abs().max()
         module.float()
-        assert found < 1e-5
-        assert found < 20 * usual
+        assert off < 5e-6  # with the points 0, 1, -1, 2 and -2 it is larger
         check(stage, made, batch, torch.float32)
 
 
