@@ -77,13 +77,13 @@ def _fuse_layer(
             chain.append(following)
         else:
             activation = None
-    name = f"fused_{layer.name}"
     padding, stride, dilation = ([*each, *each][:2] for each in (padding, stride, dilation))
     shapes = given.shape, layer.meta["val"].shape
     images, in_place = len(given) // rows, other is not None and _is_last_use(other, layer)
-    windows = (padding, stride, dilation, groups)
-    convolution = Convolution(weight, bias, *windows, activation, *shapes, images, fixed, in_place)
-    module.add_module(name, _computed(convolution, workload))
+    window = (padding, stride, dilation, groups)
+    convolution = Convolution(weight, bias, *window, activation, *shapes, images, fixed, in_place)
+    name = f"fused_{layer.name}"
+    module.add_module(name, _module_for(convolution, workload))
     with module.graph.inserting_before(chain[-1]):
         call = module.graph.call_module(name, (layer.args[0],) if other is None else (layer.args[0], other))
     call.meta = dict(chain[-1].meta)
@@ -92,7 +92,8 @@ def _fuse_layer(
         module.graph.erase_node(node)
 
 
-def _computed(layer: Convolution, workload: Workload) -> nn.Module:
+def _module_for(layer: Convolution, workload: Workload) -> nn.Module:
+    """The fastest way to compute this layer."""
     if (matrix := matrix_of(layer)) is not None:
         return SmallConv(layer, matrix, workload)
     fused = FusedConv(layer, workload)
@@ -110,9 +111,9 @@ def _added(layer: fx.Node, following: fx.Node) -> fx.Node | None:
 
 
 def _is_last_use(value: fx.Node, layer: fx.Node) -> bool:
-    """Whether nothing needs a value while this layer, to whose output it is added, is computed, and afterwards.
+    """Whether a value can be overwritten by the layer to whose output it is added: all its other users come before the layer.
 
-    Only of values that convolutions have computed and that only convolutions read: others may share memory.
+    Only convolutions may compute and read it, because the outputs of other operators may share its memory.
     """
     others = [user for user in value.users if user is not only_user(layer)]
     convolutions = all(each.op == "call_module" or each.target == CONV for each in (value, *others))

@@ -56,8 +56,8 @@ class WinogradConv(nn.Module):
 
     weight: Tensor
     bias: Tensor
-    to_tiles: Tensor
-    from_tiles: Tensor
+    input_transform: Tensor
+    output_transform: Tensor
 
     def __init__(self, layer: Convolution, direct: FusedConv) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class WinogradConv(nn.Module):
         transformed = torch.einsum("ij,kcjl,ml->imck", weights, layer.weight.double(), weights)
         self.register_buffer("weight", transformed.flatten(0, 1).float().contiguous())
         self.register_buffer("bias", layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias)
-        self.register_buffer("to_tiles", torch.kron(inputs, inputs).float())
-        self.register_buffer("from_tiles", torch.kron(outputs, outputs).float())
+        self.register_buffer("input_transform", torch.kron(inputs, inputs).float())
+        self.register_buffer("output_transform", torch.kron(outputs, outputs).float())
 
     def forward(self, batch: Tensor, other: Tensor | None = None) -> Tensor:
         """See `FusedConv`."""
@@ -89,9 +89,11 @@ class WinogradConv(nn.Module):
         windows = padded.as_strided(
             (_WINDOW, _WINDOW, images, down, across, given), (row, column, image, row * _SIDE, column * _SIDE, 1)
         )
-        tiles = (self.to_tiles @ windows.reshape(transformed, -1)).view(transformed, -1, given)
+        tiles = (self.input_transform @ windows.reshape(transformed, -1)).view(transformed, -1, given)
         products = torch.bmm(tiles, self.weight).view(transformed, -1)
-        parts = (self.from_tiles @ products).view(_SIDE, _SIDE, images, down, across, made).permute(2, 3, 0, 4, 1, 5)
+        parts = (
+            (self.output_transform @ products).view(_SIDE, _SIDE, images, down, across, made).permute(2, 3, 0, 4, 1, 5)
+        )
         output = batch.new_empty(parts.shape)
         torch.add(parts, self.bias, out=output)
         output = output.view(images, down * _SIDE, across * _SIDE, made)[:, :height, :width].contiguous()

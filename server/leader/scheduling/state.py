@@ -23,7 +23,7 @@ from multiworld_serving.server.leader.scheduling.events import ReplicaId, Reques
 from multiworld_serving.server.leader.scheduling.replica_table import ReplicaTable
 
 _MAX_HOLD_S = 0.02
-"""Frontends return the next steps of generated texts in this time. Stages that take long would make others wait too long otherwise."""
+"""Longest hold of `hold_steps`. Frontends send the next steps of generated texts sooner; a slow stage must not delay other sessions."""
 
 
 @dataclass(slots=True)
@@ -167,9 +167,9 @@ class SchedulerState:
         return all(each and each.pool.stage == stage and each.id in each.pool.accepting for stage, each in kept)
 
     def hold_steps(self, attempt: Attempt) -> None:
-        """Let the next steps of these sessions arrive, so that they share a batch with those that wait.
+        """Hold the waiting steps of a route until the sessions of a finished batch send their next steps, so that one batch has all.
 
-        They have half the time of their last step, and at most `_MAX_HOLD_S`.
+        The hold lasts half the duration of that batch, and at most `_MAX_HOLD_S`.
         """
         route, now_s = attempt.batch.route, self.now_s
         self._step_holds = {each: hold for each, hold in self._step_holds.items() if hold[0] > now_s}
