@@ -22,8 +22,8 @@ from multiworld_serving.models.optimize.convolutions import Convolution, FusedCo
 _POINTS = (0.0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)
 _SIDE, _WINDOW = 4, 6
 """Side of a tile of outputs, and of the inputs of a tile."""
-_LEAST_CHANNELS = 128
-"""With fewer, the transforms take as long as is gained."""
+_LEAST_CHANNELS, _LEAST_OF_SMALL, _SMALL = 128, 64, 4
+"""With fewer, the transforms take as long as is gained; images of up to `_SMALL` tiles stay in the cache meanwhile."""
 _LEAST_TILES = 16
 """In a batch. With fewer, reading the weights takes longer than is gained."""
 _LEAST_GAIN = 2
@@ -38,7 +38,7 @@ def suits_winograd(layer: Convolution) -> bool:
         layer.fixed
         and layer.weight.dtype == torch.float32
         and layer.weight.shape[2:] == (3, 3)
-        and min(layer.weight.shape[:2]) >= _LEAST_CHANNELS
+        and min(layer.weight.shape[:2]) >= (_LEAST_OF_SMALL if tiles <= _SMALL else _LEAST_CHANNELS)
         and (*layer.stride, *layer.dilation, layer.groups) == (1, 1, 1, 1, 1)
         and layer.activation in (None, "relu")
         and 9 * outputs >= _LEAST_GAIN * _WINDOW**2 * tiles
@@ -61,16 +61,21 @@ class WinogradConv(nn.Module):
 
     def __init__(self, layer: Convolution, direct: FusedConv) -> None:
         super().__init__()
-        outputs, weights, inputs = transforms()
+        _, weights, _ = transforms()
         self.direct = direct
-        self._given, self._size, self._padding = layer.given[2:], layer.made[2:], layer.padding
+        self._given, self._size = layer.given[2:], layer.made[2:]
         self._tiles = _tiles(self._size[0]), _tiles(self._size[1])
         self._is_relu = layer.activation is not None
+        (above, outputs, inputs), (before, outputs_across, inputs_across) = (
+            _along(*each) for each in zip(self._given, self._size, layer.padding, strict=True)
+        )
+        self._padding = 0, 0, *before, *above
+        self._window, self._side = (inputs.shape[1], inputs_across.shape[1]), (len(outputs), len(outputs_across))
         transformed = torch.einsum("ij,kcjl,ml->imck", weights, layer.weight.double(), weights)
         self.register_buffer("weight", transformed.flatten(0, 1).float().contiguous())
         self.register_buffer("bias", layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias)
-        self.register_buffer("input_transform", torch.kron(inputs, inputs).float())
-        self.register_buffer("output_transform", torch.kron(outputs, outputs).float())
+        self.register_buffer("input_transform", torch.kron(inputs, inputs_across).float())
+        self.register_buffer("output_transform", torch.kron(outputs, outputs_across).float())
 
     def forward(self, batch: Tensor, other: Tensor | None = None) -> Tensor:
         """See `FusedConv`."""
@@ -78,25 +83,23 @@ class WinogradConv(nn.Module):
         if images * down * across < _LEAST_TILES or batch.shape[2:] != self._given:
             output: Tensor = self.direct(batch, other)
             return output
-        transformed, (given, made) = len(self.weight), self.weight.shape[1:]
-        top, left = self._padding
-        bottom, right = (
-            _SIDE * tiles + 2 - size - before
-            for tiles, size, before in zip((down, across), batch.shape[2:], (top, left), strict=True)
+        given, made = self.weight.shape[1:]
+        pixels = batch.permute(0, 2, 3, 1)
+        pixels = pad(pixels, self._padding).contiguous() if any(self._padding) else pixels.contiguous()
+        image, row, column, _ = pixels.stride()
+        windows = pixels.as_strided(
+            (images, down, across, *self._window, given), (image, row * _SIDE, column * _SIDE, row, column, 1)
+        ).reshape(images * down * across, -1, given)
+        tiles = torch.matmul(self.input_transform, windows)
+        products = torch.bmm(tiles.transpose(0, 1), self.weight).transpose(0, 1)
+        bias, transform = (
+            each.expand(len(tiles), *self.output_transform.shape[:1], -1) for each in (self.bias, self.output_transform)
         )
-        padded = pad(batch.permute(0, 2, 3, 1), (0, 0, left, right, top, bottom)).contiguous()
-        image, row, column, _ = padded.stride()
-        windows = padded.as_strided(
-            (_WINDOW, _WINDOW, images, down, across, given), (row, column, image, row * _SIDE, column * _SIDE, 1)
-        )
-        tiles = (self.input_transform @ windows.reshape(transformed, -1)).view(transformed, -1, given)
-        products = torch.bmm(tiles, self.weight).view(transformed, -1)
-        parts = (
-            (self.output_transform @ products).view(_SIDE, _SIDE, images, down, across, made).permute(2, 3, 0, 4, 1, 5)
-        )
-        output = batch.new_empty(parts.shape)
-        torch.add(parts, self.bias, out=output)
-        output = output.view(images, down * _SIDE, across * _SIDE, made)[:, :height, :width].contiguous()
+        parts = torch.baddbmm(bias, transform, products)
+        parts = parts.view(images, down, across, *self._side, made).transpose(2, 3)
+        output = parts.reshape(images, down * self._side[0], across * self._side[1], made)[
+            :, :height, :width
+        ].contiguous()
         if other is not None:
             output += other.permute(0, 2, 3, 1)
         return (output.relu_() if self._is_relu else output).permute(0, 3, 1, 2)
@@ -104,6 +107,17 @@ class WinogradConv(nn.Module):
 
 def _tiles(outputs: int) -> int:
     return math.ceil(outputs / _SIDE)
+
+
+def _along(given: int, made: int, padding: int) -> tuple[tuple[int, int], Tensor, Tensor]:
+    """For one dimension: the zeros before and after the image, and the matrices of outputs and inputs of a tile.
+
+    Zeros and outputs outside an image of a single tile are left out of the matrices.
+    """
+    outputs, _, inputs = transforms()
+    if _tiles(made) == 1:
+        return (0, 0), outputs[:made], inputs[:, padding : padding + given]
+    return (padding, _SIDE * _tiles(made) + 2 - given - padding), outputs, inputs
 
 
 def transforms() -> tuple[Tensor, Tensor, Tensor]:
