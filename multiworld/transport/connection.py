@@ -21,7 +21,7 @@ from multiworld.execution.failures import ConnectionLostError, described
 from multiworld.ops.operation import Message
 from multiworld.transport.poller import Poller
 from multiworld.transport.queues import MessageQueues
-from multiworld.transport.tcp import is_unacknowledged, keep_alive
+from multiworld.transport.tcp import is_unacknowledged, prepare
 from multiworld.transport.wire import HEAD, MESSAGE, RECV_READY, Output, credit_head
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class PeerConnection:
         self._incoming: Message | None = None
         self._filled = 0
         sock.setblocking(False)
-        keep_alive(sock)
+        prepare(sock)
         poller.register(sock.fileno(), self.on_event, self._mask)
 
     # -- messages ------------------------------------------------------------------------------------------------------------

