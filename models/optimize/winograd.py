@@ -22,8 +22,8 @@ from multiworld_serving.models.optimize.convolutions import Convolution, FusedCo
 _POINTS = (0.0, 2 / 3, -2 / 3, 3 / 2, -3 / 2)
 _SIDE, _WINDOW = 4, 6
 """Side of a tile of outputs, and of the inputs of a tile."""
-_LEAST_CHANNELS, _LEAST_OF_SMALL, _SMALL = 128, 64, 4
-"""With fewer, the transforms take as long as is gained; images of up to `_SMALL` tiles stay in the cache meanwhile."""
+_LEAST_CHANNELS = 128
+"""With fewer, the transforms take as long as is gained."""
 _LEAST_TILES = 16
 """In a batch. With fewer, reading the weights takes longer than is gained."""
 _LEAST_GAIN = 2
@@ -38,7 +38,7 @@ def suits_winograd(layer: Convolution) -> bool:
         layer.fixed
         and layer.weight.dtype == torch.float32
         and layer.weight.shape[2:] == (3, 3)
-        and min(layer.weight.shape[:2]) >= (_LEAST_OF_SMALL if tiles <= _SMALL else _LEAST_CHANNELS)
+        and min(layer.weight.shape[:2]) >= _LEAST_CHANNELS
         and (*layer.stride, *layer.dilation, layer.groups) == (1, 1, 1, 1, 1)
         and layer.activation in (None, "relu")
         and 9 * outputs >= _LEAST_GAIN * _WINDOW**2 * tiles
