@@ -178,26 +178,31 @@ def _use_channels_last(module: fx.GraphModule) -> None:
         value = value_of(node)
         if node.op == "placeholder" and value is not None and value.dim() == 4:
             image = _prepared(node)
+            users = list(image.users)
             with module.graph.inserting_after(image):
                 kwargs: dict[str, Any] = {"memory_format": torch.channels_last}
                 converted = module.graph.call_function(aten.contiguous.default, (image,), kwargs)
             converted.meta = dict(image.meta)
-            image.replace_all_uses_with(converted, delete_user_cb=lambda user, made=converted: user is not made)
+            for user in users:
+                user.replace_input_with(image, converted)
 
 
 def _prepared(image: fx.Node) -> fx.Node:
     """The last one of the element-wise operators that prepare an image: with 3 channels, channels-last makes them 3 times slower."""
     while True:
-        following = [(user, value) for user in image.users if (value := value_of(user)) is not None]
-        given = value_of(image)
-        if (
-            len(following) != 1
-            or given is None
-            or following[0][1].shape != given.shape
-            or following[0][0].target == CONV
-        ):
+        following = [user for user in image.users if value_of(user) is not None]
+        if len(following) != 1 or not _is_prepared(following[0]):
             return image
-        image = following[0][0]
+        (image,) = following
+
+
+def _is_prepared(node: fx.Node) -> bool:
+    """Whether a node computes an image from one and from constants, element by element."""
+    value, target = value_of(node), node.target
+    given = [each for each in node.all_input_nodes if each.op != "get_attr"]
+    if value is None or value.dim() != 4 or len(given) != 1 or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target is aten._to_copy.default or torch.Tag.pointwise in target.tags
 
 
 def _lay_out_weights(module: fx.GraphModule) -> None:

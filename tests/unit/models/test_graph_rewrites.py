@@ -140,6 +140,39 @@ def test_convolutions_are_fused_with_what_follows_them() -> None:
     assert sum(len(node.args) > 1 for node in fused) == 4, "with an addition"
 
 
+class Prepared(nn.Module):
+    """Prepares images before a convolution."""
+
+    def __init__(self, prepare: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.prepare, self.conv = prepare, nn.Conv2d(3, 4, 3)
+        self.register_buffer("mean", torch.rand(1, 3, 1, 1))
+
+    def forward(self, images: Tensor, more: Tensor) -> Tensor:
+        output: Tensor = self.conv(self.prepare(images, more, self.mean))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("prepare", "after"),
+    [
+        (lambda images, _, mean: (images.double() / 255 - mean).float(), ["_to_copy_default_1"]),
+        (lambda images, _, mean: functional.max_pool2d(images - mean, 3, 1, 1), ["sub_tensor"]),
+        (lambda images, more, _: images.relu() + more, ["input_1", "relu_default"]),
+        (lambda images, *_: images.relu() - images.abs(), ["input_0"]),
+    ],
+)
+def test_images_become_channels_last_after_element_wise_preparation(
+    prepare: Callable[..., Tensor], after: list[str], tmp_path: Path
+) -> None:
+    module, example = Prepared(prepare).eval(), (torch.randn(2, 3, 8, 9), torch.randn(2, 3, 8, 9))
+    stage = stages(exported_bundle(module, example, tmp_path, inputs=("images", "more")))[0]
+    made = folded(stage, Workload(4, (1,)))
+    nodes = [node for node in made.module.graph.nodes if node.target is torch.ops.aten.contiguous.default]
+    assert sorted(str(node.args[0]) for node in nodes) == after
+    check(stage, made, stage.spec.input_rows.pack([torch.randn(3, 3, 8, 9), torch.randn(3, 3, 8, 9)]), torch.float32)
+
+
 class Small(nn.Module):
     """A convolution with what is fused with it, and one of a single pixel."""
 
