@@ -58,9 +58,11 @@ class SocketPayloads:
 
     Attributes:
         waiting: the first output of the connection waits for the peer, not for the socket.
+        incoming: the message that arrives otherwise than through the socket, piece by piece.
     """
 
     waiting = False
+    incoming: Message | None = None
 
     def enqueue(self, connection: "PeerConnection", message: Message) -> None:
         """Queue the outputs of a message."""
@@ -357,7 +359,8 @@ class PeerConnection:
 
     def _poll(self) -> None:
         """Let the event loop poll the socket for what this connection waits for now."""
-        idle = self._on_demand and (self._claimed or not (self.outbox or self._incoming or self.queues.pending))
+        incoming = self._incoming or self._payloads.incoming
+        idle = self._on_demand and (self._claimed or not (self.outbox or incoming or self.queues.pending))
         mask = 0 if idle else select.EPOLLIN
         if self.outbox and not self._payloads.waiting:
             mask |= select.EPOLLOUT

@@ -62,8 +62,7 @@ class SharedPayloads(SocketPayloads):
         self._fds: deque[int] = deque()
         self._peer_ring: memoryview | None = None
         self._pieces_received = 0
-        self._slotted: Message | None = None  # the message whose pieces arrive
-        self._slotted_bytes = 0
+        self._incoming_bytes = 0
 
     # -- sending -----------------------------------------------------------------------------------------------------------------
 
@@ -205,22 +204,22 @@ class SharedPayloads(SocketPayloads):
             os.close(fd)
 
     def _on_ring_message(self, connection: PeerConnection, tag: int, size: int, signature: bytes) -> None:
-        if self._slotted is not None or self._peer_ring is None or not size:
+        if self.incoming is not None or self._peer_ring is None or not size:
             raise ValueError("it sent a message through a ring that is not ready for it")
-        self._slotted, self._slotted_bytes = connection.queues.match(tag, size, signature), 0
+        self.incoming, self._incoming_bytes = connection.queues.match(tag, size, signature), 0
 
     def _on_piece(self, connection: PeerConnection) -> None:
-        message, ring = self._slotted, self._peer_ring
+        message, ring = self.incoming, self._peer_ring
         if message is None or ring is None:
             raise ValueError("it sent a piece of no message")
-        start = self._slotted_bytes
-        end = self._slotted_bytes = min(start + SLOT_BYTES, len(message.memory))
+        start = self._incoming_bytes
+        end = self._incoming_bytes = min(start + SLOT_BYTES, len(message.memory))
         at = self._pieces_received % SLOTS * SLOT_BYTES
         message.memory[start:end] = ring[at : at + end - start]
         self._pieces_received += 1
         complete = end == len(message.memory)
         if complete:
-            self._slotted = None
+            self.incoming = None
         connection.write_first(pack_head(PIECE_DONE))
         if complete:
             connection.owner.on_transferred(message)
@@ -270,7 +269,7 @@ class SharedPayloads(SocketPayloads):
     # -- ending ------------------------------------------------------------------------------------------------------------------
 
     def stop(self) -> list[Message]:
-        pending = [] if self._slotted is None else [self._slotted]
+        pending = [] if self.incoming is None else [self.incoming]
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
@@ -280,7 +279,7 @@ class SharedPayloads(SocketPayloads):
         self._slots, self._mappings = NO_MEMORY, Mappings(self._pool.memory)
         if self._ring is not None:
             self._pool.release(self._ring, retire=True)
-        self._ring = self._peer_ring = self._slotted = None
+        self._ring = self._peer_ring = self.incoming = None
         return pending
 
 

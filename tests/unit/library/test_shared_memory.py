@@ -131,6 +131,18 @@ async def test_bytes_arrive_when_they_are_sent_both_ways_at_once(pair: Pair, siz
     await until(lambda: leases(pair[0]) + leases(pair[1]) == 0)
 
 
+async def test_pieces_arrive_on_the_event_loop_after_a_thread_has_received(pair: Pair) -> None:
+    """The message that arrives is then the only reason to poll the connection."""
+    sender, receiver = pair
+    assert receiver.connection.claim()
+    receiver.connection.release()
+    data, target = random_bytes(2 * RING_BYTES + 1), torch.zeros(2 * RING_BYTES + 1, dtype=torch.uint8)
+    received = receiver.receive(target)
+    sender.send(data)
+    await receiver.until_completed(received)
+    assert torch.equal(target, data)
+
+
 async def test_segment_is_used_again_only_after_the_tensor_and_all_views_are_dropped(
     pair: Pair,
 ) -> None:
