@@ -143,10 +143,7 @@ class PeerConnection:
         self.write_first(credit_head(message.tag))
 
     def send(self, message: Message) -> None:
-        """Queue a message; it is written when the peer has granted a credit and `message.data` is set.
-
-        Raises ConnectionLostError when the connection has ended.
-        """
+        """Queue a message; it is written when the peer has granted a credit and `message.data` is set. Errors as in `receive`."""
         self._raise_if_ended()
         self.queues.add_send(message)
         if message.data is not None and not self.queues.has_credit(message.tag):
@@ -359,8 +356,8 @@ class PeerConnection:
 
     def _poll(self) -> None:
         """Let the event loop poll the socket for what this connection waits for now."""
-        incoming = self._incoming or self._payloads.incoming
-        idle = self._on_demand and (self._claimed or not (self.outbox or incoming or self.queues.pending))
+        pending = self.outbox or self._incoming or self._payloads.incoming or self.queues.pending
+        idle = self._on_demand and (self._claimed or not pending)
         mask = 0 if idle else select.EPOLLIN
         if self.outbox and not self._payloads.waiting:
             mask |= select.EPOLLOUT
