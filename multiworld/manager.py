@@ -182,8 +182,7 @@ class WorldManager:
             WorldExistsError: a world of that name is open here.
             JoinError: the world did not form in time, or rank 0 refused us.
             BrokenWorldException: a member was lost while the world formed.
-            OSError: rank 0 cannot listen on `addr`:`port`.
-            RuntimeError: no thread is available.
+            OSError, RuntimeError: rank 0 cannot listen on `addr`:`port`; no thread is available.
             ValueError: invalid rank, size, port or backend.
         After an error everything is freed and the name can be used again.
         """

@@ -191,12 +191,12 @@ def _prepared(image: fx.Node) -> fx.Node:
     """The last one of the element-wise operators that prepare an image: with 3 channels, channels-last makes them 3 times slower."""
     while True:
         following = [user for user in image.users if value_of(user) is not None]
-        if len(following) != 1 or not _is_prepared(following[0]):
+        if len(following) != 1 or not _prepares(following[0]):
             return image
         (image,) = following
 
 
-def _is_prepared(node: fx.Node) -> bool:
+def _prepares(node: fx.Node) -> bool:
     """Whether a node computes an image from one and from constants, element by element."""
     value, target = value_of(node), node.target
     given = [each for each in node.all_input_nodes if each.op != "get_attr"]

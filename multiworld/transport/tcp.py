@@ -9,8 +9,8 @@ lost."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """Seconds without traffic until the kernel probes the peer, seconds between probes, and probes until the connection is lost."""
 _LOCAL_BUFFER_BYTES = 1 << 19
-"""Size in bytes of the send buffer between two members on one host, which Linux doubles. What they exchange so stays in the caches of the
-processor: 1 MiB takes 0.18 ms instead of 0.4, and an all-reduce of 64 MiB between four members 0.8 times as long. Between hosts, Linux
+"""Size in bytes of the send buffer between two members on one host, which Linux doubles. The data in flight stays in the caches of the
+processor then: 1 MiB takes 0.18 ms instead of 0.4, and an all-reduce of 64 MiB between four members 0.8 times as long. Between hosts, Linux
 adapts the size to the latency."""
 _RETRANSMISSIONS_AT = 2
 """Offset in `tcp_info` of the kernel: how often in a row the kernel has sent data again without an acknowledgement."""
