@@ -64,7 +64,8 @@ def run(settings: FrontendSettings) -> int:
     """
     raise_descriptor_limit()
     torch.set_num_threads(1)  # a frontend decodes images and computes nothing
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    # Most operations of a request take as long as torch's preparation for autograd, which this leaves out.
+    with torch.inference_mode(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings))
 
 
