@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -102,15 +101,17 @@ class Link:
             TimeoutError: no reply within `timeout_s`; never if it is None.
             Exception: which the other end has replied with; see `Rejection`.
         """
+        if timeout_s is not None:
+            async with asyncio.timeout(timeout_s):
+                return await self.call(body, payload, timeout_s=None)
         future: asyncio.Future[Received | LinkLostError] = asyncio.get_running_loop().create_future()
         number = self._expect_reply(partial(_settle, future))
         self._calls[number] = future
         try:
-            async with asyncio.timeout(timeout_s) if timeout_s is not None else nullcontext():
-                if not self._writable.is_set():
-                    await self.wait_writable()
-                self.send_encoded(encode(Kind.MESSAGE, number, body, payload))
-                return _result(await future)
+            if not self._writable.is_set():
+                await self.wait_writable()
+            self.send_encoded(encode(Kind.MESSAGE, number, body, payload))
+            return _result(await future)
         finally:
             self._replies.pop(number, None)
             del self._calls[number]

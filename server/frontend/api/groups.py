@@ -48,6 +48,7 @@ class ModelGroup:
         share: of the requests of the model.
         number: of its version in responses; None if it is the only one and its name has no version: the leaders number its weights.
         codec: texts and tokens of a decoder; None: the model does not generate text.
+        path: that its pipeline names; empty if there is none.
         shadows: versions of the model that get copies of its requests.
         shadow: copies requests to this version.
     """
@@ -60,6 +61,7 @@ class ModelGroup:
     share: Share = 100.0
     number: int | None = None
     codec: TextCodec | None = None
+    path: str = ""
     shadows: Sequence[ModelGroup] = ()
 
     def __post_init__(self) -> None:
@@ -69,12 +71,6 @@ class ModelGroup:
     def name(self) -> str:
         """NAME, or NAME@VERSION: in metrics, the log and commands. "" = its leaders have not told it yet."""
         return self.pool.name
-
-    @property
-    def path(self) -> str:
-        """The path that its pipeline names; empty if there is none."""
-        pipeline = None if self.inference is None else self.inference.signature.model.pipeline
-        return "" if pipeline is None else pipeline.path
 
     @property
     def model(self) -> str:
@@ -101,6 +97,7 @@ class ModelGroup:
         """Serve the model, which is known now."""
         self.inference, model = inference, inference.signature.model
         inference.respond = self.respond
+        self.path = "" if model.pipeline is None else model.pipeline.path
         if model.pipeline is not None and model.pipeline.decoder:
             self.codec = TextCodec(Path(model.pipeline.decoder))
             self.pool.metrics.declare_generation(self.name)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from io import BytesIO
+from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,6 +47,8 @@ _MAX_JPEG_SEGMENTS = 1000
 _MAX_JPEG_JUNK_BYTES = 64
 _JPEG_SEGMENTS = frozenset({*range(0xC0, 0xD0), *range(0xDB, 0xF0), 0xFE} - {0xC8})
 """Markers allowed before the first scan; a length follows each."""
+_JPEG_SEGMENT = Struct("!xBH")
+"""How a segment begins: 0xFF, its marker, and its length without these two bytes."""
 _JPEG_CHANNELS = (1, 3)
 """Grey, and color without a profile for printing."""
 
@@ -103,7 +107,7 @@ def image_tensor(
             # A buffer of this size: simplejpeg refuses an image with more pixels than the header says.
             lines = np.empty((quick.height, quick.width, 3), np.uint8)
             simplejpeg.decode_jpeg(data, "RGB", buffer=lines, strict=False)
-            return _crop_whole(lines, _crop(quick, sizes)).contiguous()
+            return _crop_whole(lines, _crop(quick, sizes))
         with file_type(BytesIO(data)) as image:
             _check_size(image.size, max_pixels)
             size, window = image.size, _reduce(image, sizes.resize_size)
@@ -158,16 +162,20 @@ def _check_jpeg_structure(data: bytes) -> int | None:
     if data.count(b"\xff\xda") > _MAX_JPEG_SCANS:
         raise ImageError(f"the JPEG has more than {_MAX_JPEG_SCANS} scans; save it again as a baseline JPEG")
     position, baseline, has_exif = 2, None, False
+    last = len(data) - _JPEG_SEGMENT.size
     for _ in range(_MAX_JPEG_SEGMENTS):
         start = data.find(b"\xff", position, position + _MAX_JPEG_JUNK_BYTES)
-        marker = data[start + 1] if 0 <= start < len(data) - 1 else None
+        if not 0 <= start <= last:
+            break
+        marker, segment_bytes = _JPEG_SEGMENT.unpack_from(data, start)
         if marker == 0xDA:
             return None if has_exif else baseline
         if marker in _JPEG_SEGMENTS:
             if marker == 0xC0:
                 baseline = start
-            has_exif |= marker == 0xE1
-            position = start + 2 + int.from_bytes(data[start + 2 : start + 4])
+            elif marker == 0xE1:
+                has_exif = True
+            position = start + 2 + segment_bytes
         elif marker in (0x00, 0xFF):  # junk and fill bytes
             position = start + 1
         else:
@@ -230,6 +238,7 @@ class _Crop(NamedTuple):
     side: int
 
 
+@lru_cache(1024)
 def _crop(size: tuple[int, int], sizes: ImageSizes, flipped: Sequence[int] = ()) -> _Crop:
     """Scales the shorter side to `resize_size`. The center is rounded towards the other end of the axes that are flipped later."""
     (width, height), (resize_size, crop_size) = size, sizes
@@ -272,22 +281,20 @@ def _scale_and_crop(
         *(window[0] + crop.left * across, window[1] + crop.top * down),
         *(window[0] + (crop.left + crop.side) * across, window[1] + (crop.top + crop.side) * down),
     )
-    return _planes(_lines(image.resize((crop.side, crop.side), Image.Resampling.BILINEAR, box=box)))
+    lines = _lines(image.resize((crop.side, crop.side), Image.Resampling.BILINEAR, box=box))
+    return torch.from_numpy(lines).permute(2, 0, 1)
 
 
 def _crop_whole(lines: Pixels, crop: _Crop) -> Tensor:
-    """The window of the scaled image, from all its pixels."""
-    pixels = _planes(lines)
-    if pixels.shape[1:] != (crop.height, crop.width):
-        pixels = interpolate(pixels[None], (crop.height, crop.width), mode="bilinear", antialias=True)[0]
-    return pixels[:, crop.top : crop.top + crop.side, crop.left : crop.left + crop.side]
+    """The window of the scaled image, from all its pixels. NumPy cuts it out in a third of torch's time."""
+    planes = lines.transpose(2, 0, 1)
+    if planes.shape[1:] != (crop.height, crop.width):
+        image = torch.from_numpy(planes[None])
+        planes = interpolate(image, (crop.height, crop.width), mode="bilinear", antialias=True).numpy()[0]
+    window = planes[:, crop.top : crop.top + crop.side, crop.left : crop.left + crop.side]
+    return torch.from_numpy(np.ascontiguousarray(window))
 
 
 def _lines(image: Image.Image) -> Pixels:
     """The pixels as uint8 [height, width, 3]."""
     return np.frombuffer(bytearray(image.tobytes()), np.uint8).reshape(image.height, image.width, 3)
-
-
-def _planes(lines: Pixels) -> Tensor:
-    """The pixels as uint8 [3, height, width], with the channels of a pixel adjacent in memory."""
-    return torch.from_numpy(lines).permute(2, 0, 1)

@@ -48,7 +48,7 @@ class ObjectRoute:
 
     async def _predicted(self, opened: OpenRequest, request: requests.Request) -> tuple[Tensor, Prediction]:
         """Receive a request and compute it. Returns its row, too."""
-        inference, body = self.inference, await opened.body(request.headers, allow_empty=True)
+        inference, body = self.inference, await opened.body(request, allow_empty=True)
         await opened.admit()
         make = partial(self._rows, body, request)
         rows = await inference.threads.run(make) if len(body) > _LARGE_BODY_BYTES else make()

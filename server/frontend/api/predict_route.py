@@ -25,7 +25,7 @@ from multiworld_serving.common.service.errors import (
 from multiworld_serving.common.service.predictor import Prediction, ServedModel
 from multiworld_serving.server.frontend.api.images import LargeImageError, quick_jpeg
 from multiworld_serving.server.frontend.api.inference import Inference, InferRequest, JsonResponse
-from multiworld_serving.server.frontend.http.route import Endpoint, query_parameters
+from multiworld_serving.server.frontend.http.route import Endpoint, header, query_parameters
 from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
@@ -65,7 +65,7 @@ class PredictRoute:
         """Classify one image: JPEG, PNG or WebP, as the field `image` of a form or as the body itself."""
         content_type, inference, top_k = _supported_content_type(request), self.inference, self._top_k(request)
         async with inference.open_http(request) as opened:
-            body = await opened.body(request.headers)
+            body = await opened.body(request)
             await opened.admit()
             asked = InferRequest(await self._rows(body, content_type))
             del body
@@ -102,8 +102,8 @@ class PredictRoute:
     def _response(self, prediction: Prediction, record: RequestRecord, top_k: int) -> Response:
         """The fields are those of `PredictResponse` in openapi.json."""
         now_s, model = time.monotonic(), self.inference.signature.model
-        best = torch.topk(prediction.output[0], top_k)
-        probabilities = best.values.tolist()
+        best = torch.topk(prediction.output, top_k)
+        (probabilities,), (class_ids,) = best.values.tolist(), best.indices.tolist()
         if not all(map(math.isfinite, probabilities)):  # tens of microseconds faster than with torch
             raise StageError("the model returned probabilities that are not finite for this image; check the weights")
         body = msgspec.json.encode(
@@ -113,7 +113,7 @@ class PredictRoute:
                 "version": prediction.version,
                 "predictions": [
                     {"label": model.labels[class_id], "class_id": class_id, "probability": probability}
-                    for class_id, probability in zip(best.indices.tolist(), probabilities, strict=True)
+                    for class_id, probability in zip(class_ids, probabilities, strict=True)
                 ],
                 "timings_ms": {
                     "total": _ms(now_s - record.started_s),
@@ -129,12 +129,12 @@ class PredictRoute:
 
 def _supported_content_type(request: Request) -> str:
     """The content type if it is supported, checked before the body is read. Raises MediaTypeError if it is not."""
-    content_type = request.headers.get("content-type", "")
+    content_type = header(request, b"content-type") or ""
     if _media_type(content_type) not in (FORM_TYPE, *IMAGE_TYPES, *_OTHER_IMAGE_TYPES):
         given = f"the content type {content_type[:64]!r} is not supported"
         raise MediaTypeError(f"{given}; send {FORM_TYPE} with the field {FIELD!r}, or one of {', '.join(IMAGE_TYPES)}")
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
+    encoding = header(request, b"content-encoding")
+    if encoding is not None and encoding.strip().lower() != "identity":
         raise MediaTypeError(
             f"the content encoding {encoding[:64]!r} is not supported here; send the image uncompressed"
         )

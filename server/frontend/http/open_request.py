@@ -10,7 +10,7 @@ from io import BytesIO
 from types import TracebackType
 from typing import Self, TypeVar
 
-from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import Receive
 
 from multiworld_serving.common.service.errors import (
@@ -23,6 +23,7 @@ from multiworld_serving.common.service.errors import (
     WithdrawnError,
 )
 from multiworld_serving.server.frontend.http.limits import RequestLimits
+from multiworld_serving.server.frontend.http.route import header
 from multiworld_serving.server.frontend.leaders.pool import LeaderPool
 from multiworld_serving.server.frontend.observability.request_records import RequestRecord
 
@@ -134,8 +135,8 @@ class OpenRequest:
         await self._gate.pipeline.admit(self.deadline_s)
         self._admitted = True
 
-    async def body(self, headers: Headers, *, allow_empty: bool = False) -> bytes:
-        """Receive the whole body. Its bytes count as held until `release`.
+    async def body(self, request: Request, *, allow_empty: bool = False) -> bytes:
+        """Receive the whole body of this request. Its bytes count as held until `release`.
 
         Raises:
             BodyTooLargeError: the body is larger than the limit; detected from Content-Length if present.
@@ -145,7 +146,7 @@ class OpenRequest:
         """
         assert self._receive is not None
         # HTTP allows thousands of leading zeros, int() does not.
-        announced = headers.get("content-length", "").lstrip("0")
+        announced = (header(request, b"content-length") or "").lstrip("0")
         if announced.isdecimal():
             self._check_size(int(announced))
             self._check_memory(int(announced))

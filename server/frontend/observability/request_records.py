@@ -95,7 +95,7 @@ class RequestRecord:
 
     def adopt_client_id(self, given: str) -> None:
         """Use the id in the request's body if it is short and printable and the headers contain none."""
-        if self.id_is_generated and _GIVEN_ID.fullmatch(given):
+        if given and self.id_is_generated and _GIVEN_ID.fullmatch(given):
             self.request_id, self.id_is_generated = given, False
 
     @classmethod
@@ -292,7 +292,9 @@ class ModelRequests:
         images = prediction.output.shape[0]
         self._inferences += images
         self._child(self._families.images, record.version).inc(images)
-        share, batch = images / prediction.batch_size, self._batches.setdefault(prediction.batch_size, Times())
+        share = images / prediction.batch_size
+        if (batch := self._batches.get(prediction.batch_size)) is None:
+            batch = self._batches[prediction.batch_size] = Times()
         batch.count += share
         batch.input_s += prediction.transfer_s * share
         batch.compute_s += prediction.compute_s * share

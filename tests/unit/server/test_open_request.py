@@ -42,7 +42,7 @@ async def test_body_memory_is_close_to_the_counted_bytes_when_read_completely() 
     tracemalloc.start()
     try:
         async with opened(shared, sent.receive) as reading:
-            body = await reading.body(sent.headers)
+            body = await reading.body(sent)
             now, peak = tracemalloc.get_traced_memory()
             assert (len(body), shared.held_bytes) == (size, size)
             reading.release()
@@ -65,10 +65,10 @@ async def test_body_is_read_only_when_its_content_length_fits(length: str, fits:
     sent = request(1 if fits else 0, content_length=length)
     async with opened(shared := gate(), sent.receive) as reading:
         if fits:
-            assert len(await reading.body(sent.headers)) == len(CHUNK)
+            assert len(await reading.body(sent)) == len(CHUNK)
         else:
             with pytest.raises(BodyTooLargeError):
-                await reading.body(sent.headers)
+                await reading.body(sent)
     assert shared.held_bytes == 0
 
 

@@ -182,7 +182,7 @@ class OpenAiRoutes:
             raise WrongPathError("no model of this service generates text; serve one with --model NAME=generate:FOLDER")
         gate, timeout_s = some.described().gate, client_timeout_s(request)
         opened = await stack.enter_async_context(OpenRequest(gate, record, request.receive, timeout_s))
-        body = await opened.body(request.headers)
+        body = await opened.body(request)
         try:
             asked = msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

@@ -76,7 +76,7 @@ class V2Routes:
         json_bytes = _json_bytes(headers.get(HEADER_LENGTH))
         accepted = accepted_encoding(headers.get("accept-encoding"))
         async with inference.open_http(request) as opened:
-            body = await opened.body(headers, allow_empty=True)
+            body = await opened.body(request, allow_empty=True)
             await opened.admit()
             asked = await inference.threads.run(partial(_parse, body, encoding, json_bytes, inference))
             del body
