@@ -33,6 +33,7 @@ from multiworld_serving.common.service.predictor import Prediction, ServedModel
 from multiworld_serving.models.errors import BundleError
 from multiworld_serving.server.frontend.api.images import LargeImageError, QuickJpeg, image_tensor
 from multiworld_serving.server.frontend.api.oip.metadata import Signature
+from multiworld_serving.server.frontend.api.short_jobs import ShortJobs
 from multiworld_serving.server.frontend.http.limits import RequestLimits
 from multiworld_serving.server.frontend.http.open_request import OpenRequest, RequestGate
 from multiworld_serving.server.frontend.http.route import client_timeout_s
@@ -91,6 +92,7 @@ class Inference:
 
     Attributes:
         threads: parse requests and decode images. They start on demand.
+        short_jobs: decodes images that are so small that it takes as long to hand them to a thread.
         large_images: the thread for large images.
         respond: called with the rows of a request, their key, and their prediction. Returns the prediction for the client.
     """
@@ -107,6 +109,7 @@ class Inference:
         self.gate = RequestGate(pipeline, limits)
         self.signature = Signature(model, max(1, min(limits.max_rows, fitting)), limits.finite_inputs)
         self.threads = DaemonThreads(limits.decode_threads, "decode", max_waiting=limits.max_waiting_decodes)
+        self.short_jobs = ShortJobs()
         self.large_images = large_images or large_image_thread(limits)
         self.respond: Callable[[Tensor, str, Prediction], Prediction] = lambda _, __, prediction: prediction
 

@@ -84,12 +84,13 @@ class PredictRoute:
         return found
 
     async def _rows(self, body: bytes, content_type: str) -> Tensor | list[bytes]:
-        """The decoded image, or the file of a large one. Decodes a small image here, because handing it to a thread takes as long."""
+        """The decoded image, or the file of a large one."""
         is_form = _media_type(content_type) == FORM_TYPE
         if is_form and len(body) <= _SMALL_FORM_BYTES:
             body, is_form = extract_image(body, content_type), False
         if not is_form and (quick := quick_jpeg(body)) is not None:
-            return self.inference.decode_image(body, quick=quick)[None]
+            decode = partial(self.inference.decode_image, body, quick=quick)
+            return (await self.inference.short_jobs.run(decode))[None]
         return await self.inference.threads.run(partial(self._decode, body, content_type if is_form else None))
 
     def _decode(self, body: bytes, form: str | None) -> Tensor | list[bytes]:
