@@ -11,7 +11,7 @@ PIP_ARGS ?=
 # Test files that run in parallel.
 TEST_FILES_AT_ONCE ?= 2
 GRPC     := server/frontend/api/oip_grpc
-BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost leader_cost elastic
+BENCHMARKS := send_recv collectives detection idle_worlds scheduler_cost leader_cost frontend_cost elastic
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test containers check dist fmt rules bench chaos peers throughput gpu soak mutants proto docs release clean

@@ -19,13 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import torch
 import uvloop
-from torch import Tensor, nn
+from torch import nn
 
+from benchmarks.fake_world import FakeWorld
 from multiworld import World
 from multiworld_serving.common.service.messages import FRONTEND_PROTOCOL, Predict
 from multiworld_serving.common.settings.leader import LeaderSettings
@@ -51,39 +51,9 @@ _BATCHES = 2
 
 
 class Clock:
-    """Virtual time, and the CPU time that belongs to the frontend and the worker."""
+    """Virtual time."""
 
     now_s = 1000.0
-    others_s = 0.0
-
-
-class FakeWorld:
-    """A world with a process that responds to a transfer with those of `react`. Each arrives in a turn of its own of the event loop."""
-
-    name = "fake"
-
-    def __init__(self, clock: Clock, react: Callable[[memoryview], list[bytearray]]) -> None:
-        self._clock = clock
-        self._react = react
-        self._arrived: deque[bytearray] = deque()
-        self._some = asyncio.Event()
-
-    def put(self, transfers: list[bytearray]) -> None:
-        self._arrived.extend(transfers)
-        self._some.set()
-
-    async def recv_view(self, _check: object, _peer: int) -> Any:
-        await asyncio.sleep(0)
-        while not self._arrived:
-            self._some.clear()
-            await self._some.wait()
-        return SimpleNamespace(data=torch.frombuffer(self._arrived.popleft(), dtype=torch.uint8))
-
-    def start_send_message(self, _header: bytes, payload: Tensor, _peer: int) -> Any:
-        loop, started_s = asyncio.get_running_loop(), time.process_time()
-        self.put(self._react(payload.numpy().data))
-        self._clock.others_s += time.process_time() - started_s
-        return SimpleNamespace(add_done_callback=lambda done: loop.call_soon(done, None))
 
 
 class Load:
@@ -102,7 +72,7 @@ class Load:
         self._on_batch = on_batch
         self._sent = self._outputs = 0
         self._batches: deque[Received] = deque()
-        self.frontend, self.worker = FakeWorld(self.clock, self._answer), FakeWorld(self.clock, self._compute)
+        self.frontend, self.worker = FakeWorld(self._answer), FakeWorld(self._compute)
 
     def requests(self, count: int) -> list[bytearray]:
         transfers = []
@@ -149,7 +119,7 @@ async def measure(leader: Leader, together: int, kept: bool, repeats: int) -> li
         nonlocal batches, started_s
         batches += 1
         if batches % _BATCHES == 0:
-            spent_s = time.process_time() - load.clock.others_s
+            spent_s = time.process_time() - load.frontend.others_s - load.worker.others_s
             costs.append((spent_s - started_s) / (_BATCHES * _ROWS) * 1e6)
             started_s = spent_s
             if len(costs) == repeats + 1:
@@ -185,7 +155,8 @@ def main() -> None:
         bundle = Path(folder) / "bundle"
         export_model(nn.Linear(_INPUTS, _OUTPUTS), [torch.zeros(2, _INPUTS)], bundle, ExportSettings("m", "1", ("x",)))
         for kept, together in itertools.product((False, True), arguments.together):
-            costs = uvloop.run(measure(make_leader(bundle), together, kept, arguments.repeats))
+            with torch.inference_mode():
+                costs = uvloop.run(measure(make_leader(bundle), together, kept, arguments.repeats))
             where = "kept" if kept else "relayed"
             print(f"{where:>8} {together:>8} {min(costs):>17.1f} {statistics.median(costs):>7.1f}", flush=True)
 
