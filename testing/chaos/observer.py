@@ -37,6 +37,13 @@ class ObservedReplica:
     """Time of its last failure, on the clock of the leader."""
     leader: int | None = None
     """Process id of the leader that says so. Each leader has its own worlds."""
+    world: str | None = None
+    """Not always that of the slot: a promoted spare keeps its world. Generations of different worlds cannot be compared."""
+
+    @property
+    def link(self) -> tuple[str | None, str | None, int]:
+        """Identifies the link of its leader with its worker."""
+        return self.worker, self.world, self.generation
 
     @property
     def key(self) -> ReplicaKey:
@@ -50,8 +57,7 @@ class ObservedReplica:
         """Whether the world of `before` has broken."""
         if self.state not in ("ready", "draining"):
             return True
-        link, link_before = (self.worker, self.generation), (before.worker, before.generation)
-        return self.leader == before.leader and link != link_before
+        return self.leader == before.leader and self.link != before.link
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,7 @@ def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
                 cause=failure.get("cause"),
                 failed_s=failure.get("at_unix_s"),
                 leader=source,
+                world=replica.get("world"),
             )
     frontends = frozenset(each["pid"] for each in status.get("frontends", ()))
     return Snapshot(at_s, found, leaders, frontends)

@@ -134,13 +134,11 @@ class FaultContext:
         )
 
     def wait_rejoining(self, before: ObservedReplica) -> ObservedReplica:
-        """Wait until a worker has joined this slot with a later generation, ready or not, or a spare has it. Returns the replica."""
+        """Wait until a worker has joined this slot again, ready or not, or a spare has it. Returns the replica."""
 
         def is_taken(now: Snapshot) -> bool:
             replica = now.replicas[before.key]
-            return replica.worker is not None and (
-                replica.worker != before.worker or replica.generation > before.generation
-            )
+            return replica.worker is not None and replica.link != before.link
 
         return self.observer.wait(is_taken, WAIT_S, "rejoined").replicas[before.key]
 

@@ -91,3 +91,4 @@ def test_slot_has_broken_if_a_spare_has_taken_it_over() -> None:
     before = ObservedReplica(stage=0, slot=0, state="ready", generation=1, worker="a", cause=None, failed_s=None)
     assert not before.broken_since(before)
     assert replace(before, worker="spare").broken_since(before)
+    assert replace(before, world="of a spare").broken_since(before)
