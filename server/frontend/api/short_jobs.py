@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_TOGETHER = 32
+"""Most jobs in one turn of the event loop."""
 
 
 class ShortJobs:
@@ -17,23 +21,31 @@ class ShortJobs:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        self._waiting: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
 
     def run(self, job: Callable[[], T]) -> asyncio.Future[T]:
         """The result of `job`, or its exception, after this turn of the event loop. Cancelling drops a job that has not begun."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if not self._waiting:
-            loop.call_soon(self._run_all)
+            loop.call_soon(self._run_some)
         self._waiting.append((job, future))
         return future
 
-    def _run_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for job, future in waiting:
-            if future.cancelled():
-                continue
-            try:
-                future.set_result(job())
-            except Exception as error:  # noqa: BLE001 - raised where the result is needed
-                future.set_exception(error)
+    def _run_some(self) -> None:
+        try:
+            for _ in range(min(_TOGETHER, len(self._waiting))):
+                _settle(*self._waiting.popleft())
+        finally:
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._run_some)
+
+
+def _settle(job: Callable[[], T], future: asyncio.Future[T]) -> None:
+    try:
+        if not future.cancelled():
+            future.set_result(job())
+    except Exception as error:  # noqa: BLE001 - raised where the result is needed
+        future.set_exception(error)
+    finally:
+        del job, future  # the traceback of an error keeps this frame
