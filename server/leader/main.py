@@ -54,7 +54,7 @@ def run(settings: LeaderSettings) -> int:
         stack.callback(gc.unfreeze)
         release_free_memory()
         gc.freeze()  # the garbage collector need not scan torch's modules again
-        # A leader joins and splits rows: short operations, which take a tenth less time without torch's preparation for autograd.
+        # As in a frontend.
         with torch.inference_mode(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve(settings, model, loader, plan))
 

@@ -117,7 +117,7 @@ def parse_status(status: dict[str, Any], at_s: float) -> Snapshot:
                 cause=failure.get("cause"),
                 failed_s=failure.get("at_unix_s"),
                 leader=source,
-                world=replica.get("world"),
+                world=replica["world"],
             )
     frontends = frozenset(each["pid"] for each in status.get("frontends", ()))
     return Snapshot(at_s, found, leaders, frontends)

@@ -174,8 +174,6 @@ class Application(FastAPI):
 
 def inference_protocol(path: str) -> tuple[InferenceProtocol | None, dict[str, str]]:
     """The inference protocol and the parameters of a path. None if it is not inference: probes and scrapes are not measured."""
-    if path == "/predict":
-        return "predict", {}
     if path in ("/v1/completions", "/v1/chat/completions"):
         return "openai", {}
     protocol: InferenceProtocol = "v2" if path.startswith("/v2") else "predict"

@@ -7,7 +7,7 @@ import math
 import random
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar, get_args
@@ -95,7 +95,7 @@ class RequestRecord:
 
     def adopt_client_id(self, given: str) -> None:
         """Use the id in the request's body if it is short and printable and the headers contain none."""
-        if given and self.id_is_generated and _GIVEN_ID.fullmatch(given):
+        if self.id_is_generated and _GIVEN_ID.fullmatch(given):
             self.request_id, self.id_is_generated = given, False
 
     @classmethod
@@ -238,7 +238,7 @@ class ModelRequests:
         self._last_unix_s = 0.0
         self._inferences = 0
         self._success, self._fail = Times(), Times()
-        self._batches: dict[int, Times] = {}
+        self._batches = defaultdict[int, Times](Times)
         """By size."""
         self._children: dict[tuple[object, ...], Any] = {}
         """Series by family and labels: looking up labels takes longer than counting."""
@@ -292,9 +292,7 @@ class ModelRequests:
         images = prediction.output.shape[0]
         self._inferences += images
         self._child(self._families.images, record.version).inc(images)
-        share = images / prediction.batch_size
-        if (batch := self._batches.get(prediction.batch_size)) is None:
-            batch = self._batches[prediction.batch_size] = Times()
+        share, batch = images / prediction.batch_size, self._batches[prediction.batch_size]
         batch.count += share
         batch.input_s += prediction.transfer_s * share
         batch.compute_s += prediction.compute_s * share

@@ -38,7 +38,7 @@ def test_campaign_continues_where_the_file_ends(tmp_path: Path) -> None:
 
 
 def test_replicas_are_as_before_while_no_leader_is_connected() -> None:
-    replica = {"slot": 0, "state": "ready", "generation": 1, "worker": "a", "last_failure": None}
+    replica = {"slot": 0, "state": "ready", "world": "w", "generation": 1, "worker": "a", "last_failure": None}
 
     class Frontend(QuietHandler):
         leader, replicas = "ready", [replica]
